@@ -33,7 +33,7 @@ from quire.sampling.kernels import SamplingKernels
 from quire.sampling.logprobs import SampledLogprobs, batch_logprobs
 from quire.sampling.params import NOTHING_TO_DRAW
 from quire.sampling.sending import send
-from quire.sampling.weights import integer_weights, row_chunks
+from quire.sampling.weights import draw_kernels, integer_weights, row_chunks
 
 OK: Final = 0
 NOT_FINITE: Final = 1
@@ -60,14 +60,16 @@ class SamplerOutput:
         return self.status == OK
 
 
-def sample(logits: Tensor, batch: SamplingBatch, kernels: SamplingKernels | None = None) -> SamplerOutput:
-    """Draw one token for each row of float32 `logits` [rows, vocabulary], which are left unchanged. `kernels` do what
-    they can of it."""
+def sample(logits: Tensor, batch: SamplingBatch, kernels: SamplingKernels | None = None, *, spent: bool = False
+           ) -> SamplerOutput:
+    """Draw one token for each row of float32 `logits` [rows, vocabulary], which are left unchanged unless they are
+    `spent`: then nobody reads them afterwards. `kernels` do what they can of it."""
     if batch.only_greedy and logits.device.type == "cpu":
         return _greedy(logits.numpy())
-    edited = logits
+    edited, raw_peak = logits, None
     if batch.edits is not None:
-        edited = logits.clone()
+        raw_peak = logits.amax(-1)
+        edited = logits if spent and not batch.logprob_rows else logits.clone()
         batch.edits.apply_(edited, kernels)
     if batch.any_greedy:
         tokens = argmax_rows(edited)
@@ -81,7 +83,7 @@ def sample(logits: Tensor, batch: SamplingBatch, kernels: SamplingKernels | None
             tokens[draws.rows] = _draw_by_kernels(kernels, edited, peak, draws)
         elif draws is not None:
             tokens[draws.rows] = draw(edited, peak, draws)
-    status = _status(logits, edited, peak)
+    status = _status(raw_peak, peak)
     tokens = torch.where(status == OK, tokens, 0)
     return SamplerOutput(tokens, status, batch_logprobs(logits, tokens, batch, kernels))
 
@@ -108,9 +110,9 @@ def draw_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
     A greedy row has one token; a row from which nothing can be drawn has none.
     """
-    edited = logits
+    edited, raw_peak = logits, None
     if batch.edits is not None:
-        edited = logits.clone()
+        raw_peak, edited = logits.amax(-1), logits.clone()
         batch.edits.apply_(edited)
     best = argmax_rows(edited)
     peak = edited.gather(1, best[:, None]).squeeze(1)
@@ -129,17 +131,17 @@ def draw_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
         elif draws is not None:
             for part, drawable in _sorted_weights(edited, peak, draws):
                 weights[draws.rows[part]] = drawable
-    return weights.masked_fill_((_status(logits, edited, peak) != OK)[:, None], 0)
+    return weights.masked_fill_((_status(raw_peak, peak) != OK)[:, None], 0)
 
 
-def _status(logits: Tensor, edited: Tensor, peak: Tensor) -> Tensor:
-    """A row's maximum is finite exactly when the row has no NaN, no +inf and some finite entry."""
+def _status(raw_peak: Tensor | None, peak: Tensor) -> Tensor:
+    """A row's maximum is finite exactly when the row has no NaN, no +inf and some finite entry. `raw_peak`: before the
+    edits, if there were any."""
     finite = torch.isfinite(peak)
-    if edited is logits:
+    if raw_peak is None:
         return torch.where(finite, OK, NOT_FINITE)
-    raw_finite = torch.isfinite(logits.amax(-1))
     edited_broken = torch.where(peak == -torch.inf, NOTHING_ALLOWED, NOT_FINITE)
-    return torch.where(raw_finite, torch.where(finite, OK, edited_broken), NOT_FINITE)
+    return torch.where(torch.isfinite(raw_peak), torch.where(finite, OK, edited_broken), NOT_FINITE)
 
 
 def argmax_rows(values: Tensor) -> Tensor:
@@ -181,6 +183,11 @@ def _draw_plain(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
 
 def draw_nucleus(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
     """One token of each row from those that top_p keeps: drawn, judged, and drawn again among the likelier ones."""
+    kernels = draw_kernels(logits.device)
+    if kernels is not None:
+        keys = send(draws.keys, torch.int64, logits.device)
+        return kernels.draw_share(logits[draws.rows], peak[draws.rows], draws.temperature, _min_p_floor(peak, draws),
+                                  draws.top_p, keys)
     ids = torch.arange(logits.shape[1], device=logits.device)
     found = []
     for part, values, weights in _whole_weights(logits, peak, draws):

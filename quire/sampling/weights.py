@@ -1,9 +1,10 @@
-"""Probabilities as integers, whose sums are the same in any order, and how many rows of them exist at once."""
+"""Probabilities as integers, whose sums are the same in any order, and how many rows of them exist at once; also what a
+device's kernels do in their place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -14,19 +15,33 @@ _CHUNK_ELEMENTS: Final = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Entries of a temporary: rows of a CPU stay in its cache, and memory stays bounded whatever the batch."""
 
 
-_KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+class DrawKernels(Protocol):
+    """What a device's drawing kernels do for the full sampler."""
+
+    def row_weights(self, values: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
+        """Their weights, whose last bits torch's exp does not have."""
+
+    def draw_share(self, values: Tensor, peak: Tensor, temperature: Tensor, floor: Tensor, top_p: Tensor, keys: Tensor
+                   ) -> Tensor:
+        """Tokens under top_p alone, without a word to the host between attempts."""
 
 
-def use_kernel(device_type: str, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    """Let a device's drawing kernels say what weights are there: (values, peaks, temperatures), one row or many."""
-    _KERNELS[device_type] = kernel
+_KERNELS: dict[str, DrawKernels] = {}
+
+
+def use_kernels(device_type: str, kernels: DrawKernels) -> None:
+    _KERNELS[device_type] = kernels
+
+
+def draw_kernels(device: torch.device) -> DrawKernels | None:
+    return _KERNELS.get(device.type)
 
 
 def integer_weights(values: Tensor, peak: Tensor | float, temperature: Tensor | float) -> Tensor:
     """Integer weights of float32 logits relative to the likeliest one; on a GPU those of the drawing kernels."""
-    kernel = _KERNELS.get(values.device.type)
-    if kernel is not None:
-        return kernel(values, _of_rows(peak, values), _of_rows(temperature, values))
+    kernels = draw_kernels(values.device)
+    if kernels is not None:
+        return kernels.row_weights(values, _of_rows(peak, values), _of_rows(temperature, values))
     scaled = (values - peak).div_(temperature)
     return scaled.exp_().mul_(SCALE).to(torch.int64)
 

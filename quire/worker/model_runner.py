@@ -169,7 +169,7 @@ class ModelRunner:
             rows += rows_along(self._table.sampling(entries[i].row), entries[i].drafts, entries[i].masks,
                                entries[i].parents)
         batch = SamplingBatch.build(rows, logits.shape[1])
-        output = sample(logits, batch, self._sampling)
+        output = sample(logits, batch, self._sampling, spent=not self._rejection)
         drawn, status, logprobs = output.token_ids.tolist(), output.status.tolist(), output.logprobs
         judged: dict[int, int] = {}
         if self._rejection:

@@ -67,6 +67,18 @@ def test_tokens_statuses_and_reports_are_those_of_the_plain_pass(seed: int, voca
                                                                      rel=1e-6)
 
 
+def test_spent_logits_draw_the_same_and_are_kept_where_log_probabilities_follow() -> None:
+    rng, vocab = random.Random(8), 700
+    rows = [random_row(rng, vocab, index) for index in range(40)]
+    silent = [row for row in rows if row.params.logprobs is None]
+    for chosen, kept in ((rows, True), (silent, False)):
+        logits = random_logits(40, vocab, 8)[: len(chosen)].clone()
+        batch, given = SamplingBatch.build(chosen, vocab), logits.clone()
+        want, got = sample(logits, batch, KERNELS), sample(given, batch, KERNELS, spent=True)
+        assert torch.equal(want.token_ids, got.token_ids) and torch.equal(want.status, got.status)
+        assert torch.equal(given.nan_to_num(7.0), logits.nan_to_num(7.0)) == kept
+
+
 def test_a_row_draws_the_same_alone_among_others_and_with_any_threads() -> None:
     rng, vocab = random.Random(5), 3001
     rows = [random_row(rng, vocab, index) for index in range(30)]

@@ -1,4 +1,5 @@
-"""Integer weights of whole rows, by the same instructions as the drawing kernels: torch's exp rounds otherwise."""
+"""What the drawing kernels do for the full sampler (`sampling.weights.DrawKernels`): draws under top_p alone, and
+integer weights of whole rows, by the same instructions, since torch's exp rounds otherwise."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.sampling_parts import integer_weights
+from quire.kernels.triton.share import draw_share
+
+__all__ = ["draw_share", "row_weights"]
 
 _BLOCK = 1024
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quire.sampling.kernels import SamplingKernels
-from quire.sampling.weights import use_kernel
+from quire.sampling.weights import use_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def step_kernels(device: torch.device) -> StepKernels:
     if device.type == "cuda":
         from quire.kernels.triton import branch, draw, features, inputs, sample, weights
 
-        use_kernel("cuda", weights.row_weights)
+        use_kernels("cuda", weights)
         return StepKernels(
             inputs.scatter,
             inputs.gather_inputs,

@@ -57,6 +57,7 @@ from quire.kernels.triton import (  # noqa: E402
     rope_cache,
     route,
     sample,
+    share,
 )
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, pair_cache  # noqa: E402
 from quire.ops import device_formats  # noqa: E402
@@ -217,6 +218,9 @@ def sampling(vocab: int = 151936, rows: int = 4) -> Iterator[tuple[str, Callable
         ("penalties", Wants.DRAW | Wants.PENALTIES), ("everything", every),
     ):  # fmt: skip
         yield f"sampling {name}", partial(sample.sample_rows, step, rows, wants, scratch)
+    floats = torch.empty(rows)
+    yield "sampling rows at hand", partial(share.draw_share, step.edited, floats, floats, floats, floats.double(),
+                                           torch.zeros(rows, 3, dtype=torch.int64))
 
 
 def experts(tokens: int, spec: RouterSpec, hidden: int, inner: int, clamp: Clamp | None) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.kernels.triton.share import draw_share
+from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.params import SamplingParams
+from quire.sampling.sampler import sample
 from quire.scheduler.plan import RowStart
 from tests.kernels.triton.sampled import Case, Drawn, check_sampling, reference
 
@@ -50,3 +53,20 @@ def test_a_large_vocabulary_and_all_kinds_of_cuts_beside_each_other() -> None:
               SamplingParams(top_k=20, top_p=0.95), SamplingParams(top_k=5000), SamplingParams()]
     found, expected = drawn_and_expected(logits, params)
     assert found == expected
+
+
+@pytest.mark.parametrize(("top_p", "min_p"), [(0.95, 0.0), (0.3, 0.01), (1e-3, 0.0)])
+def test_rows_at_hand_are_drawn_from_as_the_sampler_does(top_p: float, min_p: float) -> None:
+    logits = torch.randn(9, 2500, generator=torch.Generator().manual_seed(4)) * 2
+    logits[3] = logits[3].round()
+    logits[5, 7], logits[6] = torch.nan, -torch.inf
+    rows = [SamplingRow(SamplingParams(temperature=0.7, top_p=top_p, min_p=min_p), 2**63 + row, row, [1, 2, 3], 2)
+            for row in range(9)]
+    batch = SamplingBatch.build(rows, 2500)
+    draws, peak = batch.nucleus, logits.amax(-1)
+    assert draws is not None
+    expected = sample(logits, batch)
+    given = (logits, peak, draws.temperature, peak + draws.temperature * draws.log_min_p, draws.top_p,
+             torch.tensor(draws.keys))
+    found = draw_share(*(each.to(DEVICE) for each in given)).cpu()
+    assert torch.equal(torch.where(expected.ok, found, 0), expected.token_ids)
