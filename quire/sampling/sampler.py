@@ -5,7 +5,7 @@ repetition, presence and frequency penalties; argmax where the temperature is 0;
 top_k, top_p, and one draw by inverse CDF in vocabulary order with one Philox number. Log-probabilities are of
 the raw logits, before all that but the grammar's mask.
 
-Under top_p alone nobody looks for the cut: a token is drawn from the whole row, and is kept if the tokens likelier
+But under top_p alone nobody looks for the cut: a token is drawn from the whole row, and is kept if the tokens likelier
 than it have less than the share top_p. If not, the cut lies among these, and the next attempt draws from them, with
 the next Philox number. Every attempt draws from all the tokens that top_p keeps, in proportion to their weights, so
 the one that is kept has their distribution; 95 of 100 first attempts are kept under top_p 0.95.
@@ -186,14 +186,14 @@ def draw_nucleus(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
     kernels = draw_kernels(logits.device)
     if kernels is not None:
         keys = send(draws.keys, torch.int64, logits.device)
-        return kernels.draw_share(logits[draws.rows], peak[draws.rows], draws.temperature, _min_p_floor(peak, draws),
-                                  draws.top_p, keys)
-    ids = torch.arange(logits.shape[1], device=logits.device)
+        return kernels.draw_nucleus(logits, draws.rows, peak[draws.rows], draws.temperature, _min_p_floor(peak, draws),
+                                    draws.top_p, keys)
+    ids, noise = torch.arange(logits.shape[1], device=logits.device), draws.noise()
     found = []
     for part, values, weights in _whole_weights(logits, peak, draws):
         wanted = draws.top_p[part] * weights.sum(-1).double()
         sound = torch.isfinite(peak[draws.rows[part]])
-        tokens, attempt = _pick(weights, draws.noise()[part]), 0
+        tokens, attempt = _pick(weights, noise[part]), 0
         while True:
             mine = values.gather(1, tokens[:, None])
             likelier = weights * ((values > mine) | ((values == mine) & (ids < tokens[:, None])))

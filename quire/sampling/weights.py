@@ -21,8 +21,8 @@ class DrawKernels(Protocol):
     def row_weights(self, values: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
         """Their weights, whose last bits torch's exp does not have."""
 
-    def draw_share(self, values: Tensor, peak: Tensor, temperature: Tensor, floor: Tensor, top_p: Tensor, keys: Tensor
-                   ) -> Tensor:
+    def draw_nucleus(self, values: Tensor, rows: Tensor, peak: Tensor, temperature: Tensor, floor: Tensor,
+                     top_p: Tensor, keys: Tensor) -> Tensor:
         """Tokens under top_p alone, without a word to the host between attempts."""
 
 

@@ -241,7 +241,7 @@ static double uniform(const int64_t *key, uint32_t attempt) {
 
 /* Under top_p alone: a token of the row is kept if those before it in the order have less than that share of the weight;
  * else they are drawn from, with the next random number. */
-static int64_t draw_share(const weighing *row, double top_p, const int64_t *key, int64_t *sums) {
+static int64_t draw_nucleus(const weighing *row, double top_p, const int64_t *key, int64_t *sums) {
     int64_t total = weigh_runs(row, NULL, sums), token = pick(row, NULL, sums, total, uniform(key, 0));
     double wanted = top_p * (double)total;
     for (uint32_t attempt = 1;; attempt++) {
@@ -281,7 +281,7 @@ static void draw_task(void *arg, int64_t task) {
         row.known = known;
     }
     if (ok && is_cut && top_k == 0) {
-        job->out[task] = draw_share(&row, top_p, key, sums);
+        job->out[task] = draw_nucleus(&row, top_p, key, sums);
     } else if (ok && (top_k == 0 || find_limit(&row, h, top_k, top_p, &cut))) {
         const limit *kept = is_cut ? &cut : NULL;
         job->out[task] = pick(&row, kept, sums, weigh_runs(&row, kept, sums), uniform(key, 0));

@@ -31,7 +31,7 @@ from quire.kernels.triton.sampling_parts import (
 _TEMPERATURE = tl.constexpr(sampled_row.TEMPERATURE)
 SUBS = 8
 """Groups of a block whose largest logit is kept."""
-_SHARE = tl.constexpr(32)
+_ONE_IN = tl.constexpr(32)
 """One in so many tokens of a group is sampled."""
 _ROUNDS = tl.constexpr(7)
 """Of a search with four pivots: good to a 16,000th of the range."""
@@ -68,7 +68,7 @@ def _below_sampled(
 ):  # fmt: skip
     """A logit that at least `count` tokens exceed, as far as a sample knows; peaks stand for themselves."""
     size: tl.constexpr = BLOCK // SUBS
-    each: tl.constexpr = max(size // _SHARE, 1)
+    each: tl.constexpr = max(size // _ONE_IN, 1)
     scale: tl.constexpr = size / each
     place = tl.arange(0, BLOCKS_POW * SUBS * each)
     group = place // each

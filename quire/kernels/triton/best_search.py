@@ -152,24 +152,8 @@ def _kth_key(
 
 
 @triton.jit
-def _sums_above(
-    pivots, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
-    CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr,
-):  # fmt: skip
-    """[8]: the weight, or the number, of the tokens in question with a larger key than each pivot."""
-    if HELD:
-        sums = _over_pivots(held[0], held[1], pivots, BY_COUNT)
-    else:
-        sums = tl.zeros([8], tl.int64)
-        for start in range(0, settings[0], CHUNK):
-            keys, weights, _token = _tokens(
-                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
-            sums += _over_pivots(keys, weights, pivots, BY_COUNT)
-    return sums
-
-
-@triton.jit
 def _over_pivots(keys, weights, pivots, BY_COUNT: tl.constexpr):
+    """[8]: the weight, or the number, of the tokens with a larger key than each pivot."""
     over = keys[None, :] > pivots[:, None]
     if BY_COUNT:
         sums = tl.sum(over.to(tl.int32), axis=1).to(tl.int64)
@@ -179,19 +163,13 @@ def _over_pivots(keys, weights, pivots, BY_COUNT: tl.constexpr):
 
 
 @triton.jit
-def _smallest_key(
-    wanted, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr,
-):  # fmt: skip
-    """The smallest key above which less than `wanted` lies; eight pivots a look."""
+def _smallest_key(wanted, low, high, keys, weights, BY_COUNT: tl.constexpr):
+    """The smallest key above which less than `wanted` lies, of tokens in registers; eight pivots a look."""
     under, over = low.to(tl.int64), high.to(tl.int64)
     eighths = (tl.arange(0, 8) + 1).to(tl.int64)
     while under < over:
         pivots = under + (((over - under) * eighths) >> 3)
-        sums = _sums_above(
-            pivots.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD,
-            BY_COUNT)
-        less = sums.to(tl.float64) < wanted
+        less = _over_pivots(keys, weights, pivots.to(tl.int32), BY_COUNT).to(tl.float64) < wanted
         under = tl.max(tl.where(less, under, pivots + 1))
         over = tl.min(tl.where(less, pivots, over))
     return under.to(tl.int32)
@@ -205,8 +183,7 @@ def _top_k(
 ):  # fmt: skip
     """(Smallest key that fewer than `most` tokens exceed, how many tokens with it are kept, the weight of all kept.)"""
     if EIGHT:
-        key = _smallest_key(most.to(tl.float64), low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY,
-                            CHUNK, SOURCE, HELD, True)
+        key = _smallest_key(most.to(tl.float64), low, high, held[0], held[1], True)
     else:
         key = _kth_key(
             most, low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
@@ -282,8 +259,7 @@ def _search(
         EIGHT)
     wanted = top_p_of(me) * total.to(tl.float64)
     if EIGHT:
-        key = _smallest_key(wanted, kth, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE,
-                            HELD, False)
+        key = _smallest_key(wanted, kth, high, held[0], held[1], False)
     else:
         key = _top_p(wanted, kth, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
     last_id = _last_id(

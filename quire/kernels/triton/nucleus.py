@@ -15,7 +15,7 @@ from quire.kernels.triton.sampling_parts import (
     HEAD,
     WORDS,
     drawn_token,
-    draws_share,
+    draws_nucleus,
     integer_weights,
     load_float,
     min_p_floor,
@@ -57,7 +57,7 @@ def likelier_kernel(
     block, row = tl.program_id(0), tl.program_id(1)
     me = stage + HEAD + row * WORDS
     top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
-    if draws_share(me, top):
+    if draws_nucleus(me, top):
         chosen = drawn_token(stage, out, me, out_stride)
         mine = _logit_of(logits, edited, stage, row, chosen, stride, VOCAB, MASK_WORDS, SOURCE)
         at = row * BLOCKS + block
@@ -71,7 +71,7 @@ def likelier_kernel(
 
 
 @triton.jit
-def settle_kernel(
+def redraw_kernel(
     logits, edited, stage, raw_peak, peak, weight, likelier, tokens, out, stride, tokens_stride, max_len, out_stride,
     VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr,
     EACH: tl.constexpr, SOURCE: tl.constexpr,
@@ -80,7 +80,7 @@ def settle_kernel(
     row = tl.program_id(0)
     me = stage + HEAD + row * WORDS
     top = row_peak(peak, row, BLOCKS, BLOCKS_POW)
-    if draws_share(me, top):
+    if draws_nucleus(me, top):
         blocks = tl.arange(0, BLOCKS_POW)
         inside, at = blocks < BLOCKS, row * BLOCKS + blocks
         wanted = top_p_of(me) * tl.sum(tl.load(weight + at, mask=inside, other=0)).to(tl.float64)

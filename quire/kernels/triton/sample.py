@@ -1,4 +1,5 @@
-"""From logits to tokens for rows that ask for more than a temperature: changes, the cut, the draw, reports.
+"""From logits to tokens for rows that ask for more than a temperature: changes, the cut of top_k, the draw, which top_p
+judges, reports.
 
 The same choice as `quire.sampling.sampler` makes for them. Every launch reads what it needs from one staged buffer
 (`kernels/sampled_row.py`), so a captured sequence of launches serves any step of as many rows that asks for the same
@@ -157,7 +158,7 @@ def _draw(step: SampledStep, rows: int, wants: Wants, source: int, scratch: Samp
         nucleus.likelier_kernel[(blocks, rows)](
             step.logits, step.edited, step.stage, s.peak, s.likelier, step.out, stride, step.out.stride(0), *sizes,
             source, num_warps=1)
-        nucleus.settle_kernel[(rows,)](
+        nucleus.redraw_kernel[(rows,)](
             step.logits, step.edited, step.stage, s.raw_peak, s.peak, s.weight, s.likelier, step.tokens, step.out,
             stride, *written, *sizes, _BLOCKS_AT_ONCE, source, num_warps=16)
 

@@ -91,7 +91,7 @@ def draws(me, top):
 
 
 @triton.jit
-def draws_share(me, top):
+def draws_nucleus(me, top):
     """Whether a row is drawn at random under top_p alone."""
     return draws(me, top) & (tl.load(me + _TOP_K) == 0) & (top_p_of(me) < 2.0)
 

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.nucleus_rows import draw_nucleus
 from quire.kernels.triton.sampling_parts import integer_weights
-from quire.kernels.triton.share import draw_share
 
-__all__ = ["draw_share", "row_weights"]
+__all__ = ["draw_nucleus", "row_weights"]
 
 _BLOCK = 1024
 

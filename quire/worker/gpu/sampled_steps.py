@@ -28,8 +28,8 @@ from quire.worker.gpu.table import DeviceTable, RowInfo
 AT_ONCE = 256
 """Rows of one pass: a row of changed logits is 4 bytes times the vocabulary."""
 _LOGPROBS = int(Wants.LOGPROBS)
-_CUT = Wants.DRAW | Wants.TOP_K | Wants.TOP_P
-_WARM = (_CUT, Wants.DRAW | Wants.TOP_P, Wants.DRAW | Wants.PENALTIES, _CUT | Wants.PENALTIES, Wants.LOGPROBS)
+_TOP_BOTH = Wants.DRAW | Wants.TOP_K | Wants.TOP_P
+_WARM = (_TOP_BOTH, Wants.DRAW | Wants.TOP_P, Wants.DRAW | Wants.PENALTIES, _TOP_BOTH | Wants.PENALTIES, Wants.LOGPROBS)
 """What most requests ask for: compiled before anybody waits."""
 
 

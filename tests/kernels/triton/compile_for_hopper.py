@@ -54,10 +54,10 @@ from quire.kernels.triton import (  # noqa: E402
     linear_prefetch,
     linear_row,
     norm,
+    nucleus_rows,
     rope_cache,
     route,
     sample,
-    share,
 )
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, pair_cache  # noqa: E402
 from quire.ops import device_formats  # noqa: E402
@@ -219,8 +219,8 @@ def sampling(vocab: int = 151936, rows: int = 4) -> Iterator[tuple[str, Callable
     ):  # fmt: skip
         yield f"sampling {name}", partial(sample.sample_rows, step, rows, wants, scratch)
     floats = torch.empty(rows)
-    yield "sampling rows at hand", partial(share.draw_share, step.edited, floats, floats, floats, floats.double(),
-                                           torch.zeros(rows, 3, dtype=torch.int64))
+    yield "sampling rows at hand", partial(nucleus_rows.draw_nucleus, step.edited, torch.arange(rows), floats, floats,
+                                           floats, floats.double(), torch.zeros(rows, 3, dtype=torch.int64))
 
 
 def experts(tokens: int, spec: RouterSpec, hidden: int, inner: int, clamp: Clamp | None) -> None:

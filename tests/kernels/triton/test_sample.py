@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.triton.share import draw_share
+from quire.kernels.triton.nucleus_rows import draw_nucleus
 from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import sample
@@ -66,7 +66,7 @@ def test_rows_at_hand_are_drawn_from_as_the_sampler_does(top_p: float, min_p: fl
     draws, peak = batch.nucleus, logits.amax(-1)
     assert draws is not None
     expected = sample(logits, batch)
-    given = (logits, peak, draws.temperature, peak + draws.temperature * draws.log_min_p, draws.top_p,
+    given = (logits, draws.rows, peak, draws.temperature, peak + draws.temperature * draws.log_min_p, draws.top_p,
              torch.tensor(draws.keys))
-    found = draw_share(*(each.to(DEVICE) for each in given)).cpu()
+    found = draw_nucleus(*(each.to(DEVICE) for each in given)).cpu()
     assert torch.equal(torch.where(expected.ok, found, 0), expected.token_ids)

@@ -40,11 +40,11 @@ def _picked(sums, noise, mine, top, temperature, floor, limit, last, WIDTH: tl.c
 
 @triton.jit
 def _kernel(
-    values, peak, temperatures, floors, top_p, keys, room, out, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
+    values, rows, peak, temperatures, floors, top_p, keys, room, out, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCKS_POW: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    mine, key = values + row.to(tl.int64) * WIDTH, keys + row * 6
+    mine, key = values + tl.load(rows + row) * WIDTH, keys + row * 6
     top, temperature, floor = tl.load(peak + row), tl.load(temperatures + row), tl.load(floors + row)
     blocks = tl.arange(0, BLOCKS_POW)
     limit, last = tl.full([], float("-inf"), tl.float32), row * 0 + WIDTH
@@ -71,15 +71,16 @@ def _kernel(
     tl.store(out + row, tl.where(is_finite(top), last, 0).to(tl.int64))
 
 
-def draw_share(values: Tensor, peak: Tensor, temperature: Tensor, floor: Tensor, top_p: Tensor, keys: Tensor
-               ) -> Tensor:
-    """A token of each row of float32 `values` [rows, width]; `keys`, int64 [rows, 3]: seed, sequence, position."""
-    rows, width = values.shape
+def draw_nucleus(values: Tensor, rows: Tensor, peak: Tensor, temperature: Tensor, floor: Tensor, top_p: Tensor,
+                 keys: Tensor) -> Tensor:
+    """A token of each of the `rows` of float32 `values` [R, width]; all else is by place in `rows`. `keys`, int64
+    [rows, 3]: seed, sequence index, position."""
+    count, width = len(rows), values.shape[1]
     blocks = triton.cdiv(width, _BLOCK)
-    room = torch.empty(rows, blocks, dtype=torch.int64, device=values.device)
-    out = torch.empty(rows, dtype=torch.int64, device=values.device)
-    _kernel[(rows,)](
-        values.contiguous(), peak.contiguous(), temperature.contiguous(), floor.contiguous(), top_p.contiguous(),
-        keys.contiguous().view(torch.int32), room, out, width, blocks, triton.next_power_of_2(blocks), _BLOCK, _AT_ONCE,
-        num_warps=16)
+    room = torch.empty(count, blocks, dtype=torch.int64, device=values.device)
+    out = torch.empty(count, dtype=torch.int64, device=values.device)
+    _kernel[(count,)](
+        values.contiguous(), rows.contiguous(), peak.contiguous(), temperature.contiguous(), floor.contiguous(),
+        top_p.contiguous(), keys.contiguous().view(torch.int32), room, out, width, blocks,
+        triton.next_power_of_2(blocks), _BLOCK, _AT_ONCE, num_warps=16)
     return out
