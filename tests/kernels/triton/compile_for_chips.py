@@ -158,7 +158,7 @@ def others(capability: int) -> None:
 def main(capability: int) -> None:
     cases.close = lambda *given: 0.0
     linear_fixed.capability = lambda device: divmod(capability, 10)
-    names = ("sampling everything",)
+    names = ("sampling everything", "sampling rows at hand")
     everything = [(name, launch) for name, launch in compile_for_hopper.sampling() if name in names]
     parts: list[tuple[str, Callable[[], Any]]] = [
         ("heads of 128", partial(steps, capability, DENSE, 40)),
