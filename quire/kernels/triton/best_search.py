@@ -131,23 +131,37 @@ def _quarter(under, over, first, second, third, less1, less2, less3):
 
 
 @triton.jit
-def _kth_key(
-    most, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
+def _measured_above(
+    key, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The smallest key that fewer than `most` tokens exceed."""
+    """The weight, or the number, of the tokens in question with a larger key."""
+    weight, number = _above(
+        key.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+    if BY_COUNT:
+        measure = number.to(tl.float64)
+    else:
+        measure = weight.to(tl.float64)
+    return measure
+
+
+@triton.jit
+def _probed_key(
+    wanted, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr, BY_COUNT: tl.constexpr,
+):  # fmt: skip
+    """The smallest key above which less than `wanted` lies. Three probes at once, independent of each other."""
     under, over = low.to(tl.int64), high.to(tl.int64)
     while under < over:
-        # Three probes at once, independent of each other.
         quarter = (over - under) >> 2
         first, second, third = under + quarter, (under + over) >> 1, over - 1 - quarter
-        _w1, number1 = _above(
-            first.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
-        _w2, number2 = _above(
-            second.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
-        _w3, number3 = _above(
-            third.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
-        under, over = _quarter(under, over, first, second, third, number1 < most, number2 < most, number3 < most)
+        above1 = _measured_above(
+            first, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD, BY_COUNT)
+        above2 = _measured_above(
+            second, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD, BY_COUNT)
+        above3 = _measured_above(
+            third, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD, BY_COUNT)
+        under, over = _quarter(under, over, first, second, third, above1 < wanted, above2 < wanted, above3 < wanted)
     return under.to(tl.int32)
 
 
@@ -185,35 +199,13 @@ def _top_k(
     if EIGHT:
         key = _smallest_key(most.to(tl.float64), low, high, held[0], held[1], True)
     else:
-        key = _kth_key(
-            most, low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        key = _probed_key(most.to(tl.float64), low, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY,
+                          CHUNK, SOURCE, HELD, True)
     weight, before = _above(key, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
     sharing = _equal_up_to(
         key, VOCAB, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
     equals = tl.minimum(most, before + sharing) - before
     return key, equals, weight + equals.to(tl.int64) * _weight_of(key, settings)
-
-
-@triton.jit
-def _top_p(
-    wanted, low, high, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
-    """The smallest key before which less than the wanted weight lies."""
-    under, over = low.to(tl.int64), high.to(tl.int64)
-    while under < over:
-        quarter = (over - under) >> 2
-        first, second, third = under + quarter, (under + over) >> 1, over - 1 - quarter
-        weight1, _n1 = _above(
-            first.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
-        weight2, _n2 = _above(
-            second.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
-        weight3, _n3 = _above(
-            third.to(tl.int32), held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
-        under, over = _quarter(
-            under, over, first, second, third, weight1.to(tl.float64) < wanted, weight2.to(tl.float64) < wanted,
-            weight3.to(tl.float64) < wanted)
-    return under.to(tl.int32)
 
 
 @triton.jit
@@ -261,7 +253,8 @@ def _search(
     if EIGHT:
         key = _smallest_key(wanted, kth, high, held[0], held[1], False)
     else:
-        key = _top_p(wanted, kth, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
+        key = _probed_key(wanted, kth, high, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE,
+                          HELD, False)
     last_id = _last_id(
         wanted, key, kth, equals, held, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE, HELD)
     if HELD:
