@@ -5,12 +5,14 @@
 Every process collects the same tests and asks this one for the next to run, so none idles while others have a queue.
 Tests start in the order of the paths: name the longest first. Those of a file that share a fixture of the module stay
 in one process. Paths after `--alone` run at the end, one process at a time, when nobody else uses the machine. If a
-process dies, or its GPU is of no more use after an error, another takes its place; the test it died in has failed.
+process dies, or its GPU is of no more use after an error, another takes its place; the test it died in has failed. A
+test that hangs ends its process, which shows where every thread was.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -42,8 +44,10 @@ class Report:
 class Puller:
     """The pytest plugin of a process: runs what the parent names, and tells it what came of it."""
 
-    def __init__(self, parent: Connection) -> None:
+    def __init__(self, parent: Connection, longest: float, stacks: TextIO) -> None:
+        """`longest`: seconds of a test after which its process shows on `stacks` where it is, and ends."""
         self._parent = parent
+        self._longest, self._stacks = longest, stacks
         self._report = Report("")
 
     def pytest_runtestloop(self, session: Any) -> bool:
@@ -60,7 +64,9 @@ class Puller:
                     following = ahead[0] if ahead else None
                 self._report = Report(item.nodeid)
                 self._parent.send(("started", item.nodeid))
+                faulthandler.dump_traceback_later(self._longest, exit=True, file=self._stacks)
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                faulthandler.cancel_dump_traceback_later()
                 self._parent.send(("done", self._report))
                 if self._report.outcome == "failed" and any(sign in self._report.text for sign in _LOST_GPU):
                     os._exit(3)
@@ -95,12 +101,14 @@ def _units(items: Sequence[Any]) -> list[list[str]]:
     return list(found.values())
 
 
-def _process(paths: list[str], parent: Connection) -> None:
+def _process(paths: list[str], longest: float, parent: Connection) -> None:
     import pytest
 
     shown = io.StringIO()
-    with redirect_stdout(shown), redirect_stderr(shown):
-        code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:terminalreporter", *paths], [Puller(parent)])
+    # A copy, since pytest takes the process's own for itself while a test runs.
+    with os.fdopen(os.dup(2), "w") as stacks, redirect_stdout(shown), redirect_stderr(shown):
+        code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:terminalreporter", *paths],
+                           [Puller(parent, longest, stacks)])
     parent.send(("ended", (int(code), shown.getvalue())))
 
 
@@ -110,6 +118,8 @@ class Run:
 
     paths: list[str]
     size: int
+    longest: float
+    """Seconds that a test may take."""
     reports: list[Report] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
     """What no test can be blamed for."""
@@ -138,7 +148,7 @@ class Run:
 
     def _start(self) -> None:
         here, there = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=_process, args=(self.paths, there))
+        process = multiprocessing.get_context("spawn").Process(target=_process, args=(self.paths, self.longest, there))
         process.start()
         there.close()
         self._processes[here], self._running[here], self._promised[here] = process, None, []
@@ -204,13 +214,15 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=os.cpu_count() or 1, metavar="PROCESSES")
     parser.add_argument("--alone", action="append", default=[], metavar="PATH", help="run it by itself, at the end")
     parser.add_argument("--times", type=argparse.FileType("w"), metavar="FILE", help="write each one's end and seconds")
+    parser.add_argument("--longest", type=float, default=180, metavar="SECONDS",
+                        help="a test that takes longer has failed, and shows where it hangs (180)")
     parser.add_argument("paths", nargs="+")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     apart = [option for path in args.alone for option in ("--ignore", path)]
     started = time.perf_counter()
     sizes = [([*args.paths, *apart], args.n), *(([path], 1) for path in args.alone)]
-    runs = [Run(paths, size, times=args.times) for paths, size in sizes]
+    runs = [Run(paths, size, args.longest, times=args.times) for paths, size in sizes]
     for run in runs:
         begin = time.perf_counter()
         run.run()

@@ -89,3 +89,18 @@ def test_what_cannot_be_collected_fails_the_run(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert run(tmp_path, "empty")[0] == 1
+
+
+def test_a_test_that_hangs_has_failed_and_shows_where(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(HEAD + """
+import time
+
+def test_hangs():
+    time.sleep(200)  # here
+
+def test_other():
+    note("other")
+""")
+    code, shown = run(tmp_path, "--longest", "2", "test_some.py")
+    assert code == 1 and log(tmp_path) == ["other"]
+    assert "FAILED test_some.py::test_hangs" in shown and "in test_hangs" in shown and "1 passed, 1 failed" in shown

@@ -124,18 +124,29 @@ class StreamWaits(DeviceWaits):
         """Addresses that this rank waits at."""
         self._since: float | None = None
         self._ended = 0
+        # Made before anybody waits: making a stream, or its first use, may itself wait for all that runs. Of a higher
+        # priority than streams of steps: those of one priority share a few queues of the GPU, and the one that is to
+        # end a wait must not stand in a queue behind it.
+        self._side = torch.cuda.Stream(device, priority=-1)
+        self._set(self._side, torch.zeros(1, dtype=torch.int32, device=device).data_ptr(), 0)
+        torch.cuda.synchronize(device)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look, name="quire-waits", daemon=True)
         self._thread.start()
 
+    @staticmethod
+    def _set(stream: torch.cuda.Stream, address: int, value: int) -> None:
+        call("cuStreamWriteValue32_v2", ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address),
+             ctypes.c_uint32(value), 0)
+
     def _wait(self, address: int) -> None:
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-        call("cuStreamWaitValue32_v2", stream, ctypes.c_uint64(address), ctypes.c_uint32(1), _EQUAL)
-        call("cuStreamWriteValue32_v2", stream, ctypes.c_uint64(address), ctypes.c_uint32(0), 0)
+        stream = torch.cuda.current_stream(self.device)
+        call("cuStreamWaitValue32_v2", ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(address),
+             ctypes.c_uint32(1), _EQUAL)
+        self._set(stream, address, 0)
 
     def _tell(self, address: int) -> None:
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-        call("cuStreamWriteValue32_v2", stream, ctypes.c_uint64(address), ctypes.c_uint32(1), 0)
+        self._set(torch.cuda.current_stream(self.device), address, 1)
 
     def _own(self, *addresses: int) -> None:
         self._flags += addresses
@@ -190,11 +201,9 @@ class StreamWaits(DeviceWaits):
 
     def _release(self) -> None:
         """Set every flag again and again, until whoever waited has gone on."""
-        side = torch.cuda.Stream(self.device)
-        stream = ctypes.c_void_p(side.cuda_stream)
         while self._since is not None and not self._closed.wait(_RELEASE_SECONDS):
             for address in self._flags:
-                call("cuStreamWriteValue32_v2", stream, ctypes.c_uint64(address), ctypes.c_uint32(1), 0)
+                self._set(self._side, address, 1)
 
     def close(self) -> None:
         self._ended = self._ended or _STOPPED
