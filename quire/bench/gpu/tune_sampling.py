@@ -35,18 +35,22 @@ def measure(counts: list[int], vocab: int, names: list[str]) -> Iterator[dict[st
 
 def step_of(count: int, vocab: int, kind: str, chosen: dict[str, Any], device: str) -> tuple[Any, Any, Any]:
     """(What the launches of a step read and write, what its rows want, scratch.)"""
+    import numpy as np
     import torch
 
     from quire.kernels import sampled_row
     from quire.kernels.sampled_row import Wants
     from quire.kernels.triton.sample import SampledStep, SampleScratch
     from quire.scheduler.plan import RowStart
-    from quire.worker.gpu.sampled_stage import RowSettings, SampledRow, SampledStage
+    from quire.worker.gpu.sampled_stage import RowSettings, SampledRows, SampledStage
 
     text = [token % vocab for token in range(_TEXT)]
     params = SamplingParams(**{"temperature": 0.6, **chosen})
     settings = [RowSettings.of(RowStart(row, text, _TEXT // 2, params, row, 0), vocab) for row in range(count)]
-    rows = [SampledRow(row, row, _TEXT, b"", row if params.penalised else -1, _TEXT - 1) for row in range(count)]
+    numbers = np.arange(count, dtype=np.int32)
+    rows = SampledRows(numbers, numbers, np.full(count, _TEXT, np.int32))
+    if params.penalised:
+        rows.slots, rows.counted = numbers, np.full(count, _TEXT - 1, np.int32)
     stage = SampledStage(rows, settings, vocab)
     words = torch.from_numpy(stage.words(count, 0)).to(device)
     wants = stage.wants if stage.wants & ~Wants.LOGPROBS else stage.wants | Wants.DRAW

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.sampled_row import Wants
 from quire.sampling.logprobs import rank_candidates
 from quire.sampling.sending import send
 from quire.scheduler.plan import PlanEntry
 from quire.speculation.tree import depths
 from quire.worker.gpu.backend import host_sampling
-from quire.worker.gpu.batches import LogitRows, end_of
+from quire.worker.gpu.batches import LogitRows
 from quire.worker.gpu.drafted import Drafted
 from quire.worker.gpu.memory import too_much
 from quire.worker.gpu.rejection import JudgedEntry, judge_drafts
 from quire.worker.gpu.results import PendingStep
-from quire.worker.gpu.sampled_stage import SampledRow
+from quire.worker.gpu.sampled_stage import SampledRow, SampledRows
 from quire.worker.gpu.sampled_steps import SampledSteps
 from quire.worker.gpu.sampling import sample_special
 from quire.worker.gpu.table import DeviceTable
+
+_MASKS = int(Wants.MASKS)
 
 
 @dataclass(slots=True)
@@ -39,6 +43,13 @@ class DrawnStep:
     """Which of the ring's slots `drawn` is."""
     drafted: Drafted | None = None
 
+    def rows(self) -> SampledRows:
+        """All that are drawn for, without masks."""
+        entries = self.entries if isinstance(self.drawing, range) else [self.entries[i] for i in self.drawing]
+        owners = np.array([entry.row for entry in entries], np.int32)
+        positions = np.array([entry.start + entry.num_tokens for entry in entries], np.int32)
+        return SampledRows(np.arange(len(owners), dtype=np.int32), owners, positions)
+
 
 class SpecialDraws:
     """Draws again for rows that ask for more; their tokens replace the kernel's."""
@@ -52,20 +63,27 @@ class SpecialDraws:
         self._kernels = kernels
 
     def draw(self, step: DrawnStep) -> None:
-        table, entries, drafted = self._table, step.entries, step.drafted
-        rows: list[SampledRow] = [
-            SampledRow(place, entries[i].row, end_of(entries[i]), entries[i].masks)
-            for place, i in enumerate(step.drawing)
-            if table.info(entries[i].row).special
-        ]
+        drafted = step.drafted
         if drafted is not None:
-            drafted.put_back(table, range(len(drafted.counts)))
-        if rows and self._kernels is not None:
+            drafted.put_back(self._table, range(len(drafted.counts)))
+        rows = self._special(step)
+        if len(rows) and self._kernels is not None:
             rows = self._draw_by_kernels(self._kernels, step, rows)
-        if rows:
-            self._draw_all_again(step, rows)
+        if len(rows):
+            self._draw_all_again(step, rows.apart())
         if drafted is not None and self._rejection:
             self._judge(step, drafted)
+
+    def _special(self, step: DrawnStep) -> SampledRows:
+        """The rows that ask for more."""
+        rows = step.rows()
+        bits = self._table.bits(rows.owners)
+        if not bits.all():
+            asking = bits != 0
+            rows, bits = rows.part(asking), bits[asking]
+        if (bits & _MASKS).any():
+            rows.masks = [step.entries[step.drawing[place]].masks for place in rows.places.tolist()]
+        return rows
 
     def rank(self, pending: PendingStep, entries: Sequence[PlanEntry], reads: LogitRows, logits: Tensor) -> None:
         """Candidates of beams, from the logits behind those of the entries that draw."""
@@ -74,23 +92,18 @@ class SpecialDraws:
                                 [info.params.temperature or 1.0 for info in infos], host_sampling(logits.device))
         pending.candidates = (reads.ranking, found)
 
-    def _draw_by_kernels(
-        self, kernels: SampledSteps, step: DrawnStep, rows: list[SampledRow]
-    ) -> list[SampledRow]:
+    def _draw_by_kernels(self, kernels: SampledSteps, step: DrawnStep, rows: SampledRows) -> SampledRows:
         """Returns the rows that are left for the full sampler: those whose token counts would include drafts, since
         counts cannot be undone."""
-        infos = [self._table.info(row.row) for row in rows]
-        mine, settings, others = [], [], []
-        for row, info in zip(rows, infos, strict=True):
-            if step.drafted is None or not info.reads_history:
-                mine.append(row)
-                settings.append(info.settings)
-            else:
-                others.append(row)
-        if not mine:
+        others = rows.part(slice(0))
+        mine = rows
+        if step.drafted is not None:
+            left = np.array([self._table.info(row).reads_history for row in rows.owners.tolist()], bool)
+            mine, others = rows.part(~left), rows.part(left)
+        if not len(mine):
             return rows
         try:
-            found = kernels.draw(step.logits, mine, settings, step.slot)
+            found = kernels.draw(step.logits, mine, step.slot)
         except RuntimeError as error:
             too_much(error)
             return rows

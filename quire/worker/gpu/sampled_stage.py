@@ -33,6 +33,8 @@ class RowSettings:
     bad_words: tuple[tuple[int, ...], ...]
     allowed: np.ndarray | None
     """Mask of the allowed ids, in words of 32."""
+    logprobs: int
+    """How many of the likeliest are reported; -1: nothing is."""
 
     @classmethod
     def of(cls, start: RowStart, vocab_size: int) -> RowSettings:
@@ -47,6 +49,7 @@ class RowSettings:
             num_prompt=start.num_prompt_tokens,
             bad_words=words,
             allowed=_allowed_mask(params.allowed_token_ids, vocab_size),
+            logprobs=-1 if params.logprobs is None else params.logprobs,
         )
 
     @property
@@ -57,7 +60,7 @@ class RowSettings:
         """The same without log-probabilities."""
         words = self.words.copy()
         words[at.LOGPROBS] = -1
-        return replace(self, words=words, bits=int(self.wants & ~Wants.LOGPROBS))
+        return replace(self, words=words, bits=int(self.wants & ~Wants.LOGPROBS), logprobs=-1)
 
 
 def _wants_of(params: SamplingParams, bad_words: bool, vocab_size: int) -> Wants:
@@ -123,16 +126,46 @@ class SampledRow:
     row: int
     position: int
     mask: bytes = b""
-    slot: int = -1
-    """Row of the token counts, under penalties."""
-    counted: int = 0
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """Many of them, as arrays: a step has no time for an object for each."""
+
+    places: np.ndarray
+    owners: np.ndarray
+    """Their rows of the table."""
+    positions: np.ndarray
+    masks: Sequence[bytes] = ()
+    """One for each row; empty where nobody has one."""
+    slots: np.ndarray | None = None
+    """Their rows of the token counts, -1: none; None where nobody has penalties."""
+    counted: np.ndarray | None = None
     """Positions that are counted there already."""
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def part(self, which: slice | np.ndarray) -> SampledRows:
+        """Some of them; an array names them in any order, or is true where one is meant."""
+        masks = self.masks
+        if masks:
+            masks = masks[which] if isinstance(which, slice) else np.array(masks, object)[which].tolist()
+        return SampledRows(self.places[which], self.owners[which], self.positions[which], masks,
+                           None if self.slots is None else self.slots[which],
+                           None if self.counted is None else self.counted[which])
+
+    def apart(self) -> list[SampledRow]:
+        """One by one, for the full sampler."""
+        numbers = zip(self.places.tolist(), self.owners.tolist(), self.positions.tolist(), strict=True)
+        masks = self.masks or [b""] * len(self)
+        return [SampledRow(*each, mask) for each, mask in zip(numbers, masks, strict=True)]
 
 
 class SampledStage:
     """Puts one step's rows together."""
 
-    def __init__(self, rows: Sequence[SampledRow], settings: Sequence[RowSettings], vocab_size: int) -> None:
+    def __init__(self, rows: SampledRows, settings: Sequence[RowSettings], vocab_size: int) -> None:
         self._rows = rows
         self._settings = settings
         self._mask_words = -(-vocab_size // 32)
@@ -143,24 +176,30 @@ class SampledStage:
         for one in settings:
             bits |= one.bits
         self.wants = Wants(bits)
-        if any(row.mask for row in rows):
+        if any(rows.masks):
             self.wants |= Wants.MASKS | Wants.DRAW
+
+    @classmethod
+    def padding(cls, vocab_size: int) -> SampledStage:
+        """Of no rows."""
+        return cls(SampledRows(_NOTHING, _NOTHING, _NOTHING), [], vocab_size)
 
     def words(self, num_rows: int, ring: int) -> np.ndarray:
         """The buffer, with padding up to `num_rows`."""
         rows = np.full((num_rows, at.WORDS), -1, np.int32)
-        if self._rows:
+        if len(self._rows):
             mine = rows[: len(self._rows)]
             np.concatenate([one.words for one in self._settings], out=mine.reshape(-1))
-            _number(mine, self._rows, bool(self.wants & Wants.PENALTIES))
+            _number(mine, self._rows)
         if self.wants & Wants.CHANGES:
             self._add_biases()
         if self.wants & (Wants.MASKS | Wants.CHANGES):
-            for index, (row, one) in enumerate(zip(self._rows, self._settings, strict=True)):
-                if row.mask or one.allowed is not None:
-                    self._add_masks(rows[index], row, one)
+            masks = self._rows.masks or [b""] * len(self._rows)
+            for index, (mask, one) in enumerate(zip(masks, self._settings, strict=True)):
+                if mask or one.allowed is not None:
+                    self._add_masks(rows[index], mask, one)
                 if one.stop_ids or one.bad_words:
-                    self._add_bans(index, row, one)
+                    self._add_bans(index, int(self._rows.positions[index]), one)
         return self._joined(rows, ring)
 
     def _add_biases(self) -> None:
@@ -186,9 +225,9 @@ class SampledStage:
         head[at.MASKS_AT] = head[at.PREFIXES_AT] + len(self._prefixes)
         return np.concatenate([head, *parts])
 
-    def _add_masks(self, words: np.ndarray, row: SampledRow, one: RowSettings) -> None:
-        if row.mask:
-            words[at.MASK] = self._mask(np.frombuffer(row.mask, np.int32))
+    def _add_masks(self, words: np.ndarray, mask: bytes, one: RowSettings) -> None:
+        if mask:
+            words[at.MASK] = self._mask(np.frombuffer(mask, np.int32))
         if one.allowed is not None:
             words[at.ALLOWED] = self._mask(one.allowed)
 
@@ -196,8 +235,8 @@ class SampledStage:
         self._masks.append(words[: self._mask_words])
         return len(self._masks) - 1
 
-    def _add_bans(self, index: int, row: SampledRow, one: RowSettings) -> None:
-        drawn = row.position - one.num_prompt
+    def _add_bans(self, index: int, position: int, one: RowSettings) -> None:
+        drawn = position - one.num_prompt
         bans: list[tuple[int, tuple[int, ...]]] = []
         if drawn < one.min_tokens:
             bans += [(token, ()) for token in one.stop_ids]
@@ -221,32 +260,30 @@ class RepeatedStage:
         self._num_rows = 0
         self._wants = Wants(0)
 
-    def words(self, rows: Sequence[SampledRow], settings: Sequence[RowSettings], num_rows: int,
+    def words(self, rows: SampledRows, settings: Sequence[RowSettings], num_rows: int,
               ring: int) -> tuple[np.ndarray, Wants]:
         """As `SampledStage.words`, and what the rows ask for."""
-        if num_rows == self._num_rows and settings == self._settings and not any(row.mask for row in rows):
+        masked = any(rows.masks)
+        if num_rows == self._num_rows and settings == self._settings and not masked:
             words = self._words.copy()
             mine = words[at.HEAD : at.HEAD + len(rows) * at.WORDS].reshape(-1, at.WORDS)
             words[at.RING] = ring
-            _number(mine, rows, bool(self._wants & Wants.PENALTIES))
+            _number(mine, rows)
             return words, self._wants
         stage = SampledStage(rows, settings, self._vocab_size)
         words = stage.words(num_rows, ring)
         # Masks of grammars and bans change from token to token.
-        changing = any(row.mask for row in rows) or any(one.stop_ids or one.bad_words for one in settings)
+        changing = masked or any(one.stop_ids or one.bad_words for one in settings)
         self._settings = None if changing else list(settings)
         self._words, self._num_rows, self._wants = words, num_rows, stage.wants
         return words, stage.wants
 
 
-def _number(words: np.ndarray, rows: Sequence[SampledRow], penalties: bool) -> None:
+def _number(words: np.ndarray, rows: SampledRows) -> None:
     """The numbers of rows that change from step to step."""
-    words[:, at.PLACE] = [row.place for row in rows]
-    words[:, at.OWNER] = [row.row for row in rows]
-    words[:, at.POSITION] = [row.position for row in rows]
-    if penalties:
-        words[:, at.SLOT] = [row.slot for row in rows]
-        words[:, at.COUNTED] = [row.counted for row in rows]
+    words[:, at.PLACE], words[:, at.OWNER], words[:, at.POSITION] = rows.places, rows.owners, rows.positions
+    if rows.slots is not None and rows.counted is not None:
+        words[:, at.SLOT], words[:, at.COUNTED] = rows.slots, rows.counted
 
 
 _BAN = int(np.array(-math.inf, np.float32).view(np.int32))

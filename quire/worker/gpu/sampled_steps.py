@@ -21,13 +21,13 @@ from quire.sampling.logprobs import PackedLogprobs
 from quire.sampling.sending import send
 from quire.worker.gpu.batches import aligned, ladder, rung_for
 from quire.worker.gpu.graphs import GraphCache
-from quire.worker.gpu.sampled_stage import RepeatedStage, RowSettings, SampledRow, SampledStage
+from quire.worker.gpu.sampled_stage import RepeatedStage, RowSettings, SampledRows, SampledStage
 from quire.worker.gpu.staging import Stage
-from quire.worker.gpu.table import DeviceTable, RowInfo
+from quire.worker.gpu.table import DeviceTable
 
 AT_ONCE = 256
 """Rows of one pass: a row of changed logits is 4 bytes times the vocabulary."""
-_LOGPROBS = int(Wants.LOGPROBS)
+_LOGPROBS, _PENALTIES = int(Wants.LOGPROBS), int(Wants.PENALTIES)
 _TOP_BOTH = Wants.DRAW | Wants.TOP_K | Wants.TOP_P
 _WARM = (_TOP_BOTH, Wants.DRAW | Wants.TOP_P, Wants.DRAW | Wants.PENALTIES, _TOP_BOTH | Wants.PENALTIES, Wants.LOGPROBS)
 """What most requests ask for: compiled before anybody waits."""
@@ -36,34 +36,35 @@ _WARM = (_TOP_BOTH, Wants.DRAW | Wants.TOP_P, Wants.DRAW | Wants.PENALTIES, _TOP
 class TokenCounts:
     """Which row of the counts a sequence has, and up to which position its tokens are counted there."""
 
-    def __init__(self) -> None:
-        self._slots: dict[int, int] = {}
+    def __init__(self, num_rows: int) -> None:
+        """`num_rows`: of the table."""
+        self.size = 0
+        self._slots = np.full(num_rows, -1, np.int32)
         """By row of the table; a row keeps its own for good."""
-        self._counted: dict[int, tuple[RowInfo, int]] = {}
+        self._ages = np.zeros(num_rows, np.int64)
+        """Of the sequence that was counted; 0: none is."""
+        self._counted = np.zeros(num_rows, np.int32)
 
-    @property
-    def size(self) -> int:
-        return len(self._slots)
+    def place(self, rows: SampledRows, table: DeviceTable) -> list[int]:
+        """Fill in `slots` and `counted` where there are penalties; returns the slots that must be emptied first."""
+        penalised = table.bits(rows.owners) & _PENALTIES != 0
+        mine = rows.owners[penalised]
+        if not len(mine):
+            return []
+        for row in mine[self._slots[mine] < 0].tolist():
+            self._slots[row] = self.size
+            self.size += 1
+        ages = table.ages(mine)
+        fresh = ages != self._ages[mine]
+        rows.slots, rows.counted = np.full(len(rows), -1, np.int32), np.zeros(len(rows), np.int32)
+        rows.slots[penalised] = self._slots[mine]
+        rows.counted[penalised] = np.where(fresh, 0, self._counted[mine])
+        self._ages[mine], self._counted[mine] = ages, rows.positions[penalised]
+        return self._slots[mine[fresh]].tolist()
 
-    def place(self, rows: Sequence[SampledRow], table: DeviceTable) -> list[int]:
-        """Fill in `slot` and `counted` of the rows with penalties; returns the slots that must be emptied first."""
-        fresh = []
-        for row in rows:
-            info = table.info(row.row)
-            if not info.params.penalised:
-                continue
-            row.slot = self._slots.setdefault(row.row, len(self._slots))
-            owner, row.counted = self._counted.get(row.row, (None, 0))
-            if owner is not info:
-                row.counted = 0
-                fresh.append(row.slot)
-            self._counted[row.row] = (info, row.position)
-        return fresh
-
-    def forget(self, rows: Sequence[SampledRow]) -> None:
+    def forget(self, rows: SampledRows) -> None:
         """Forget these counts, since the pass that counted failed: count again from the start."""
-        for row in rows:
-            self._counted.pop(row.row, None)
+        self._ages[rows.owners] = 0
 
 
 class SampledSteps:
@@ -84,7 +85,7 @@ class SampledSteps:
         self._pool = pool
         self._graphs: GraphCache | None = None
         self._scratch: Any = None
-        self._counts = TokenCounts()
+        self._counts = TokenCounts(table.num_rows)
         self._stage = RepeatedStage(self._vocab)
         self._step: Any = None
 
@@ -133,33 +134,30 @@ class SampledSteps:
         """Compile what most requests ask for."""
         for wants in _WARM:
             self._make_room(0, 1, wants, ())
-            self._send(SampledStage([], [], self._vocab).words(1, 0))
+            self._send(SampledStage.padding(self._vocab).words(1, 0))
             self._launch((1, int(wants)), False)
 
-    def draw(
-        self, logits: Tensor, rows: Sequence[SampledRow], settings: Sequence[RowSettings], slot: int
-    ) -> PackedLogprobs | None:
+    def draw(self, logits: Tensor, rows: SampledRows, slot: int) -> PackedLogprobs | None:
         """Draw for the rows from their places of the logits, into `slot` of the ring; returns what they report."""
+        settings = [self._table.info(row).settings for row in rows.owners.tolist()]
         fresh = self._counts.place(rows, self._table)
         try:
             for at in range(0, len(rows), AT_ONCE):
-                self._pass(logits, rows[at : at + AT_ONCE], settings[at : at + AT_ONCE], slot, fresh)
+                some = slice(at, at + AT_ONCE)
+                self._pass(logits, rows.part(some), settings[some], slot, fresh)
                 fresh = []
         except BaseException:
             self._counts.forget(rows)
             raise
-        asking = [(row.place, int(one.words[sampled_row.LOGPROBS])) for row, one in zip(rows, settings, strict=True)
-                  if one.bits & _LOGPROBS]
-        if not asking:
+        asking = np.flatnonzero(self._table.bits(rows.owners) & _LOGPROBS)
+        if not len(asking):
             return None
-        places = [place for place, _ in asking]
-        found = self._step.report[slot, : max(places) + 1]
-        return PackedLogprobs(places, [count for _, count in asking], found, sampled_row.TOP)
+        places = rows.places[asking].tolist()
+        counts = [settings[index].logprobs for index in asking.tolist()]
+        return PackedLogprobs(places, counts, self._step.report[slot, : max(places) + 1], sampled_row.TOP)
 
-    def _pass(
-        self, logits: Tensor, rows: Sequence[SampledRow], settings: Sequence[RowSettings], slot: int,
-        fresh: Sequence[int],
-    ) -> None:  # fmt: skip
+    def _pass(self, logits: Tensor, rows: SampledRows, settings: Sequence[RowSettings], slot: int,
+              fresh: Sequence[int]) -> None:
         rung = rung_for(self._rungs, len(rows))
         words, wants = self._stage.words(rows, settings, rung, slot)
         self._make_room(aligned(len(words)), rung, wants, fresh)
@@ -174,7 +172,7 @@ class SampledSteps:
             return
         # Captured over padding, since the run before a capture would count tokens twice.
         if not self._graphs.holds(key):
-            self._send(SampledStage([], [], self._vocab).words(rung, slot))
+            self._send(SampledStage.padding(self._vocab).words(rung, slot))
             self._graphs.capture([key])
         self._send(words)
         self._graphs.run(key)

@@ -78,6 +78,8 @@ class DeviceTable:
         self.host_tables = [np.zeros((num_rows, self._width), np.int32) for _ in range(num_groups)]
         """The block tables as the last plan left them, for whoever must know what a step touches."""
         self._info: list[RowInfo | None] = [None] * num_rows
+        self._bits = np.zeros(num_rows, np.int32)
+        self._ages = np.zeros(num_rows, np.int64)
         self._places: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
         self._learned: list[tuple[int, Sequence[int]]] = []
@@ -102,6 +104,16 @@ class DeviceTable:
         found = self._info[row]
         if found is None:
             raise InvariantError(f"row {row} of the request table is empty")
+        return found
+
+    def bits(self, rows: np.ndarray) -> np.ndarray:
+        """What each of the rows asks of sampling beyond a temperature, as `Wants`."""
+        found: np.ndarray = self._bits[rows]
+        return found
+
+    def ages(self, rows: np.ndarray) -> np.ndarray:
+        """How many sequences each of the rows has had: another number, another sequence."""
+        found: np.ndarray = self._ages[rows]
         return found
 
     def apply(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
@@ -150,6 +162,8 @@ class DeviceTable:
         self._values.append(_words(start.token_ids))
         place = self._state_base + start.row * FIELDS
         info = self._info[start.row] = self._row_info(start)
+        self._bits[start.row] = info.settings.bits
+        self._ages[start.row] += 1
         self._places.append(np.arange(place, place + 6, dtype=np.int32))
         self._values.append(_state_words(start, elsewhere=bool(info.settings.wants & Wants.DRAW)))
 
@@ -182,6 +196,12 @@ class DraftView(DeviceTable):
     def info(self, row: int) -> RowInfo:
         found = self._table.info(row)
         return found.unreported or found
+
+    def bits(self, rows: np.ndarray) -> np.ndarray:
+        return self._table.bits(rows) & ~int(Wants.LOGPROBS)
+
+    def ages(self, rows: np.ndarray) -> np.ndarray:
+        return self._table.ages(rows)
 
 
 NOTHING = np.zeros(0, np.int32)

@@ -17,7 +17,7 @@ from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import SamplerOutput, sample
 from quire.sampling.token_logprobs import unpack_all
 from quire.scheduler.plan import RowStart
-from quire.worker.gpu.sampled_stage import RowSettings, SampledRow, SampledStage
+from quire.worker.gpu.sampled_stage import RowSettings, SampledRows, SampledStage
 
 MAX_LEN = 24
 
@@ -101,8 +101,10 @@ class Drawn:
         tokens = torch.zeros(count, MAX_LEN, dtype=torch.int32)
         for case, row in zip(cases, order, strict=True):
             tokens[row, : len(case.text)] = torch.tensor(case.text, dtype=torch.int32)
-        rows = [SampledRow(place, row, len(case.text), case.mask, place if case.start.params.penalised else -1, 0)
-                for place, (case, row) in enumerate(zip(cases, order, strict=True))]
+        places = np.arange(count, dtype=np.int32)
+        penalised = np.array([case.start.params.penalised for case in cases], bool)
+        rows = SampledRows(places, np.array(order, np.int32), np.array([len(case.text) for case in cases], np.int32),
+                           [case.mask for case in cases], np.where(penalised, places, -1), np.zeros_like(places))
         stage = SampledStage(rows, [RowSettings.of(case.start, vocab) for case in cases], vocab)
         words = torch.from_numpy(stage.words(count + padding, 1)).to(device)
         self.wants = stage.wants

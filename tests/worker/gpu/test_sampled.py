@@ -5,13 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from quire.kernels.sampled_row import Wants
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import RowStart
 from quire.scheduler.request import Request
-from quire.worker.gpu.sampled_stage import RepeatedStage, RowSettings, SampledRow, SampledStage
+from quire.worker.gpu.sampled_stage import RepeatedStage, RowSettings, SampledRows, SampledStage
+from quire.worker.gpu.sampled_steps import TokenCounts
 from tests.worker.gpu import engines
 from tests.worker.gpu.test_grammars import Grammars
 
@@ -81,25 +84,42 @@ def test_an_engine_with_the_sampling_kernels_gives_the_plain_engines_tokens(
     assert passes and len(passes) <= 12
 
 
+def _rows(*numbers: tuple[int, int, int], **more: Any) -> SampledRows:
+    """Of (place, table row, position)."""
+    places, owners, positions = np.array(numbers, np.int32).T
+    return SampledRows(places, owners, positions, **more)
+
+
 def test_counts_of_a_row_start_again_with_the_next_sequence() -> None:
-    from quire.worker.gpu.sampled_stage import SampledRow
-    from quire.worker.gpu.sampled_steps import TokenCounts
+    ages = np.array([1, 1, 1, 1])
+    bits = np.where(np.arange(4) != 2, int(Wants.PENALTIES), int(Wants.TOP_P))
+    table: Any = SimpleNamespace(bits=bits.__getitem__, ages=ages.__getitem__)
+    counts = TokenCounts(4)
 
-    infos = {row: SimpleNamespace(params=SimpleNamespace(penalised=row != 2)) for row in range(4)}
-    table: Any = SimpleNamespace(info=infos.__getitem__)
-    counts = TokenCounts()
+    def step(*places: tuple[int, int]) -> tuple[list[int], list[int], list[int]]:
+        rows = _rows(*((0, *place) for place in places))
+        fresh = counts.place(rows, table)
+        assert rows.slots is not None and rows.counted is not None
+        return fresh, rows.slots.tolist(), rows.counted.tolist()
 
-    def step(*places: tuple[int, int]) -> tuple[list[int], list[tuple[int, int]]]:
-        rows = [SampledRow(0, row, position) for row, position in places]
-        return counts.place(rows, table), [(row.slot, row.counted) for row in rows]
-
-    assert step((3, 10), (2, 5), (1, 7)) == ([0, 1], [(0, 0), (-1, 0), (1, 0)])
-    assert step((1, 8), (3, 11)) == ([], [(1, 7), (0, 10)])
-    infos[1] = SimpleNamespace(params=SimpleNamespace(penalised=True))
-    assert step((1, 4), (0, 9)) == ([1, 2], [(1, 0), (2, 0)])
+    assert step((3, 10), (2, 5), (1, 7)) == ([0, 1], [0, -1, 1], [0, 0, 0])
+    assert step((1, 8), (3, 11)) == ([], [1, 0], [7, 10])
+    ages[1] += 1
+    assert step((1, 4), (0, 9)) == ([1, 2], [1, 2], [0, 0])
     assert counts.size == 3
-    counts.forget([SampledRow(0, 3, 11)])
-    assert step((3, 12), (1, 5)) == ([0], [(0, 0), (1, 4)])
+    counts.forget(_rows((0, 3, 11)))
+    assert step((3, 12), (1, 5)) == ([0], [0, 1], [0, 4])
+    unpenalised = _rows((0, 2, 6))
+    assert counts.place(unpenalised, table) == [] and unpenalised.slots is None
+
+
+def test_some_rows_and_rows_one_by_one() -> None:
+    rows = _rows((0, 4, 2), (1, 3, 7), (2, 5, 9), masks=[b"a", b"", b"c"])
+    assert [one.mask for one in rows.apart()] == [b"a", b"", b"c"]
+    for some in (rows.part(np.array([True, False, True])), rows.part(np.array([0, 2]))):
+        assert [(one.place, one.row, one.position, one.mask) for one in some.apart()] == [
+            (0, 4, 2, b"a"), (2, 5, 9, b"c")]
+    assert rows.part(slice(1, 3)).masks == [b"", b"c"] and len(rows.part(slice(0))) == 0
 
 
 def test_a_step_of_the_same_rows_is_staged_as_if_it_were_new() -> None:
@@ -107,9 +127,12 @@ def test_a_step_of_the_same_rows_is_staged_as_if_it_were_new() -> None:
         return RowSettings.of(RowStart(0, [1, 2], 2, SamplingParams(max_tokens=9, **chosen), 5, 0, stop_ids=[0],
                                        bad_words=[]), 61)
 
-    rows = [SampledRow(0, 4, 2), SampledRow(2, 1, 7, slot=0, counted=6)]
-    later = [SampledRow(1, 4, 3), SampledRow(3, 1, 8, slot=0, counted=7)]
-    masked = [SampledRow(1, 4, 4, mask=b"\xff" * 8), later[1]]
+    def counted(count: int) -> dict[str, Any]:
+        return {"slots": np.array([-1, 0], np.int32), "counted": np.array([0, count], np.int32)}
+
+    rows = _rows((0, 4, 2), (2, 1, 7), **counted(6))
+    later = _rows((1, 4, 3), (3, 1, 8), **counted(7))
+    masked = _rows((1, 4, 4), (3, 1, 8), masks=[b"\xff" * 8, b""], **counted(7))
     plain = [settings(top_p=0.5), settings(presence_penalty=1.0, logit_bias={3: 1.0}, allowed_token_ids=[3, 4])]
     banned = [plain[0], settings(min_tokens=2, logit_bias={3: 1.0})]
     repeated = RepeatedStage(61)
