@@ -62,13 +62,13 @@ def measure(model: str, repeat: int, deterministic: bool = False, enforce_eager:
             for round_ in range(repeat):
                 for name, found in runs.items():
                     found.append(generate(llm, core, requests_of(name, count, round_)))
-            busy = {}
+            times = {}
             for name in SETTINGS:
                 with GpuClock(worker) as clock:
                     run = generate(llm, core, requests_of(name, count, repeat))
-                busy[name] = 1e3 * clock.seconds() / max(1, run.steps)
+                times[name] = _step_times(run, clock)
             yield from lines_of(model, count, {name: [_figure(count, run) for run in found]
-                                               for name, found in runs.items()}, busy)
+                                               for name, found in runs.items()}, times)
     finally:
         worker.close()
 
@@ -80,9 +80,17 @@ def _figure(count: int, run: Any) -> float:
     return float(run.output_tokens / run.seconds)
 
 
-def lines_of(model: str, count: int, figures: dict[str, list[float]], gpu_ms: dict[str, float]
+def _step_times(run: Any, clock: Any) -> dict[str, float]:
+    """Milliseconds of a step, prefill included: the GPU's, the host's, and how long before the GPU came to it the host
+    had launched it (less than 0: the GPU waited)."""
+    gpu = 1e3 * clock.seconds() / max(1, run.steps)
+    lead = statistics.median(span.gpu_begin - span.host_end for span in clock.spans())
+    return {"gpu_ms_per_step": round(gpu, 3), "host_ms_per_step": round(1e3 * run.plan_seconds / max(1, run.steps), 3),
+            "lead_ms": round(lead, 3)}
+
+
+def lines_of(model: str, count: int, figures: dict[str, list[float]], times: dict[str, dict[str, float]]
              ) -> Iterator[dict[str, Any]]:
-    """`gpu_ms`: what the GPU took for a step, prefill included; the rest of the time is the host's."""
     plain = statistics.median(figures["temperature alone"])
     for name, found in figures.items():
         middle = statistics.median(found)
@@ -92,11 +100,12 @@ def lines_of(model: str, count: int, figures: dict[str, list[float]], gpu_ms: di
         yield {"bench": "gpu", "case": "sampling", "model": model, "sequences": count, "setting": name,
                "unit": "ms/token" if count == 1 else "tok/s", "median": round(middle, 3), "low": round(min(found), 3),
                "high": round(max(found), 3), "of_plain": round(share, 3), "target": target, "met": met,
-               "gpu_ms_per_step": round(gpu_ms[name], 3)}
+               **times[name]}
 
 
 def text(line: dict[str, Any]) -> str:
     wanted = "" if line["target"] is None else f"  ({'met' if line['met'] else 'missed'}: {line['target']:g})"
     return (f"{line['model']} x {line['sequences']:<4d}{line['setting']:<30s}{line['median']:>10.2f} {line['unit']} "
             f"({line['low']:g} to {line['high']:g})  {line['of_plain']:.2f} of plain, GPU "
-            f"{line['gpu_ms_per_step']:.2f} ms a step{wanted}")
+            f"{line['gpu_ms_per_step']:.2f} ms a step, host {line['host_ms_per_step']:.2f}, launched "
+            f"{line['lead_ms']:.2f} ahead{wanted}")

@@ -87,6 +87,9 @@ class SampledSteps:
         self._scratch: Any = None
         self._counts = TokenCounts(table.num_rows)
         self._stage = RepeatedStage(self._vocab)
+        self._last = np.zeros(0, np.int32), np.zeros(0, np.int64)
+        """Rows and ages of the step before."""
+        self._settings: list[RowSettings] = []
         self._step: Any = None
 
     # ---- memory
@@ -139,7 +142,7 @@ class SampledSteps:
 
     def draw(self, logits: Tensor, rows: SampledRows, slot: int) -> PackedLogprobs | None:
         """Draw for the rows from their places of the logits, into `slot` of the ring; returns what they report."""
-        settings = [self._table.info(row).settings for row in rows.owners.tolist()]
+        settings = self._settings_of(rows.owners)
         fresh = self._counts.place(rows, self._table)
         try:
             for at in range(0, len(rows), AT_ONCE):
@@ -155,6 +158,15 @@ class SampledSteps:
         places = rows.places[asking].tolist()
         counts = [settings[index].logprobs for index in asking.tolist()]
         return PackedLogprobs(places, counts, self._step.report[slot, : max(places) + 1], sampled_row.TOP)
+
+    def _settings_of(self, owners: np.ndarray) -> list[RowSettings]:
+        """Of every row; most steps have the rows of the step before."""
+        ages = self._table.ages(owners)
+        known, then = self._last
+        if not (np.array_equal(owners, known) and np.array_equal(ages, then)):
+            self._settings = [self._table.info(row).settings for row in owners.tolist()]
+            self._last = owners, ages
+        return self._settings
 
     def _pass(self, logits: Tensor, rows: SampledRows, settings: Sequence[RowSettings], slot: int,
               fresh: Sequence[int]) -> None:

@@ -17,14 +17,14 @@ def test_shares_are_of_temperature_alone_and_compared_with_the_targets() -> None
     figures = {name: [100.0, 90.0, 110.0] for name in gpu_sampling.SETTINGS}
     figures["top_p 0.95"] = [94.0]
     figures["logprobs 5"] = [70.0]
-    busy = dict.fromkeys(figures, 4.5)
-    lines = {line["setting"]: line for line in gpu_sampling.lines_of("0.6b", 256, figures, busy)}
+    times = {name: {"gpu_ms_per_step": 4.5, "host_ms_per_step": 2.0, "lead_ms": 1.25} for name in figures}
+    lines = {line["setting"]: line for line in gpu_sampling.lines_of("0.6b", 256, figures, times)}
     assert lines["top_p 0.95"]["of_plain"] == 0.94 and lines["top_p 0.95"]["met"]
     assert not lines["logprobs 5"]["met"] and lines["greedy"]["target"] is None
-    one = {line["setting"]: line for line in gpu_sampling.lines_of("0.6b", 1, figures | {"greedy": [120.0]}, busy)}
+    one = {line["setting"]: line for line in gpu_sampling.lines_of("0.6b", 1, figures | {"greedy": [120.0]}, times)}
     assert one["top_p 0.95"]["met"] and not one["greedy"]["met"]
     assert "missed: 1.1" in gpu_sampling.text(one["greedy"])
-    assert "GPU 4.50 ms a step" in gpu_sampling.text(one["greedy"])
+    assert "GPU 4.50 ms a step, host 2.00, launched 1.25 ahead" in gpu_sampling.text(one["greedy"])
 
 
 def test_generate_is_timed_from_outside_and_the_core_by_itself() -> None:
