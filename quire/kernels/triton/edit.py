@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.kernels import sampled_row
 from quire.kernels.triton.sampling_parts import EDITED, HEAD, RAW, WORDS, load_float, masked, read_logits
 
+_RING = tl.constexpr(sampled_row.RING)
 _OWNER = tl.constexpr(sampled_row.OWNER)
 _POSITION = tl.constexpr(sampled_row.POSITION)
 _MASK = tl.constexpr(sampled_row.MASK)
@@ -48,6 +49,17 @@ def _count_kernel(stage, tokens, counts, tokens_stride, VOCAB: tl.constexpr, BLO
             token = tl.load(tokens + owner.to(tl.int64) * tokens_stride + place, mask=known, other=0)
             tl.atomic_or(mine + token, 1, mask=known & (place < num_prompt))
             tl.atomic_add(mine + token, 2, mask=known & (place >= num_prompt))
+
+
+@triton.jit
+def _advance_kernel(stage, rows, slots, ROWS_POW: tl.constexpr):
+    """Leave the rows as the step after this one needs them, if it is of the same rows."""
+    row = tl.arange(0, ROWS_POW)
+    me = stage + HEAD + row * WORDS
+    position = tl.load(me + _POSITION, mask=row < rows, other=0)
+    tl.store(me + _COUNTED, position, mask=row < rows)
+    tl.store(me + _POSITION, position + 1, mask=row < rows)
+    tl.store(stage + _RING, (tl.load(stage + _RING) + 1) % slots)
 
 
 @triton.jit
@@ -149,6 +161,11 @@ def _masked_peak_kernel(
 def count_tokens(stage: Tensor, rows: int, tokens: Tensor, counts: Tensor) -> None:
     """Bring the counts of the staged rows up to the position that each draws."""
     _count_kernel[(rows,)](stage, tokens, counts, tokens.stride(0), counts.shape[1], _COUNT_BLOCK, num_warps=4)
+
+
+def advance(stage: Tensor, rows: int, slots: int) -> None:
+    """The staged rows draw their next position, into the next of the ring's slots."""
+    _advance_kernel[(1,)](stage, rows, slots, triton.next_power_of_2(rows), num_warps=4)
 
 
 def change_logits(stage: Tensor, tokens: Tensor, edited: Tensor) -> None:

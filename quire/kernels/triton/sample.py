@@ -92,12 +92,14 @@ class SampledStep:
 
 
 def sample_rows(step: SampledStep, rows: int, wants: Wants, scratch: SampleScratch) -> None:
-    """Draw for the `rows` that are staged. What they ask for is among `wants`; without DRAW their tokens are drawn."""
+    """Draw for the `rows` that are staged. What they ask for is among `wants`; without DRAW their tokens are drawn.
+    Afterwards the next position of each is staged: a step of the same rows sends nothing."""
     if wants & Wants.DRAW:
         source = _edit(step, rows, wants, scratch)
         _draw(step, rows, wants, source, scratch)
     if wants & Wants.LOGPROBS:
         _report(step, rows, wants, scratch)
+    edit.advance(step.stage, rows, step.out.shape[0])
 
 
 def _mask_words(step: SampledStep) -> int:

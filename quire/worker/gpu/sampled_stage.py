@@ -255,6 +255,8 @@ class RepeatedStage:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self.changing = True
+        """Whether more of the last step's rows changes from token to token than numbers do: masks of grammars, bans."""
         self._settings: list[RowSettings] | None = None
         self._words = _NOTHING
         self._num_rows = 0
@@ -272,9 +274,8 @@ class RepeatedStage:
             return words, self._wants
         stage = SampledStage(rows, settings, self._vocab_size)
         words = stage.words(num_rows, ring)
-        # Masks of grammars and bans change from token to token.
-        changing = masked or any(one.stop_ids or one.bad_words for one in settings)
-        self._settings = None if changing else list(settings)
+        self.changing = masked or any(one.stop_ids or one.bad_words for one in settings)
+        self._settings = None if self.changing else list(settings)
         self._words, self._num_rows, self._wants = words, num_rows, stage.wants
         return words, stage.wants
 

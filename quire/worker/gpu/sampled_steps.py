@@ -1,13 +1,15 @@
 """Runs the sampling kernels for the rows of a step that ask for more than a temperature, from captured graphs.
 
 A graph serves a number of rows and a set of wishes (`Wants`): few kernels each, captured when first asked for. What the
-kernels need beside the logits is staged, one copy a step. Memory for changed logits and for token counts is allocated
+kernels need beside the logits is staged in one copy; a step of the same rows, each a position further, finds it there
+already. Memory for changed logits and for token counts is allocated
 when somebody asks for such; graphs that knew the old places are captured again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -62,9 +64,29 @@ class TokenCounts:
         self._ages[mine], self._counted[mine] = ages, rows.positions[penalised]
         return self._slots[mine[fresh]].tolist()
 
+    def advance(self, rows: SampledRows) -> None:
+        """The rows of the step before are counted up to their new positions."""
+        self._counted[rows.owners] = rows.positions
+
     def forget(self, rows: SampledRows) -> None:
         """Forget these counts, since the pass that counted failed: count again from the start."""
         self._ages[rows.owners] = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Staged:
+    """What the last step has left on the device: its rows, one position further, for the next slot of the ring."""
+
+    settings: list[RowSettings]
+    places: np.ndarray
+    positions: np.ndarray
+    slot: int
+    key: tuple[int, int]
+
+    def serves(self, rows: SampledRows, settings: list[RowSettings], slot: int) -> bool:
+        """`settings` is the same list for the same sequences in the same order."""
+        return (settings is self.settings and slot == self.slot and not rows.masks
+                and np.array_equal(rows.positions, self.positions) and np.array_equal(rows.places, self.places))
 
 
 class SampledSteps:
@@ -90,6 +112,7 @@ class SampledSteps:
         self._last = np.zeros(0, np.int32), np.zeros(0, np.int64)
         """Rows and ages of the step before."""
         self._settings: list[RowSettings] = []
+        self._staged: _Staged | None = None
         self._step: Any = None
 
     # ---- memory
@@ -143,12 +166,14 @@ class SampledSteps:
     def draw(self, logits: Tensor, rows: SampledRows, slot: int) -> PackedLogprobs | None:
         """Draw for the rows from their places of the logits, into `slot` of the ring; returns what they report."""
         settings = self._settings_of(rows.owners)
-        fresh = self._counts.place(rows, self._table)
+        staged, self._staged = self._staged, None
         try:
-            for at in range(0, len(rows), AT_ONCE):
-                some = slice(at, at + AT_ONCE)
-                self._pass(logits, rows.part(some), settings[some], slot, fresh)
-                fresh = []
+            graphs = self._graphs_for(logits)
+            if graphs is not None and staged is not None and staged.serves(rows, settings, slot):
+                self._counts.advance(rows)
+                self._replay(graphs, staged.key, rows, settings, slot)
+            else:
+                self._draw_staged(logits, rows, settings, slot)
         except BaseException:
             self._counts.forget(rows)
             raise
@@ -159,6 +184,27 @@ class SampledSteps:
         counts = [settings[index].logprobs for index in asking.tolist()]
         return PackedLogprobs(places, counts, self._step.report[slot, : max(places) + 1], sampled_row.TOP)
 
+    def _draw_staged(self, logits: Tensor, rows: SampledRows, settings: list[RowSettings], slot: int) -> None:
+        fresh = self._counts.place(rows, self._table)
+        if len(rows) <= AT_ONCE:
+            self._pass(logits, rows, settings, slot, fresh)
+            return
+        for at in range(0, len(rows), AT_ONCE):
+            some = slice(at, at + AT_ONCE)
+            self._pass(logits, rows.part(some), settings[some], slot, fresh)
+            fresh = []
+        self._staged = None
+
+    def _graphs_for(self, logits: Tensor) -> GraphCache | None:
+        """Graphs read the logits of decode steps only."""
+        return self._graphs if logits.data_ptr() == self._logits.data_ptr() else None
+
+    def _replay(self, graphs: GraphCache, key: tuple[int, int], rows: SampledRows, settings: list[RowSettings],
+                slot: int) -> None:
+        graphs.run(key)
+        if not self._stage.changing:
+            self._staged = _Staged(settings, rows.places, rows.positions + 1, (slot + 1) % len(self._drawn), key)
+
     def _settings_of(self, owners: np.ndarray) -> list[RowSettings]:
         """Of every row; most steps have the rows of the step before."""
         ages = self._table.ages(owners)
@@ -168,13 +214,14 @@ class SampledSteps:
             self._last = owners, ages
         return self._settings
 
-    def _pass(self, logits: Tensor, rows: SampledRows, settings: Sequence[RowSettings], slot: int,
+    def _pass(self, logits: Tensor, rows: SampledRows, settings: list[RowSettings], slot: int,
               fresh: Sequence[int]) -> None:
         rung = rung_for(self._rungs, len(rows))
         words, wants = self._stage.words(rows, settings, rung, slot)
         self._make_room(aligned(len(words)), rung, wants, fresh)
         key = (rung, int(wants))
-        if self._graphs is None or logits.data_ptr() != self._logits.data_ptr():
+        graphs = self._graphs_for(logits)
+        if graphs is None:
             self._send(words)
             self._step.logits = logits
             try:
@@ -183,11 +230,11 @@ class SampledSteps:
                 self._step.logits = self._logits
             return
         # Captured over padding, since the run before a capture would count tokens twice.
-        if not self._graphs.holds(key):
+        if not graphs.holds(key):
             self._send(SampledStage.padding(self._vocab).words(rung, slot))
-            self._graphs.capture([key])
+            graphs.capture([key])
         self._send(words)
-        self._graphs.run(key)
+        self._replay(graphs, key, rows, settings, slot)
 
     def _send(self, words: np.ndarray) -> None:
         stage = Stage()

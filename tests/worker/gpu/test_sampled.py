@@ -13,8 +13,9 @@ from quire.kernels.sampled_row import Wants
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import RowStart
 from quire.scheduler.request import Request
+from quire.worker.gpu import sampled_steps
 from quire.worker.gpu.sampled_stage import RepeatedStage, RowSettings, SampledRows, SampledStage
-from quire.worker.gpu.sampled_steps import TokenCounts
+from quire.worker.gpu.sampled_steps import SampledSteps, TokenCounts
 from tests.worker.gpu import engines
 from tests.worker.gpu.test_grammars import Grammars
 
@@ -37,12 +38,11 @@ def _requests() -> list[Request]:
             for i, kind in enumerate(KINDS)]
 
 
-def _sampled(core: Any, failing: tuple[int, ...]) -> list[int]:
+def _sampled(core: Any, failing: tuple[int, ...], pool: Any = None) -> tuple[list[int], SampledSteps]:
     """Let the kernels draw in the engine's worker; returns the rows of each of their passes, as they come. Those
-    numbered `failing` find no memory."""
+    numbered `failing` find no memory. `pool`: of graphs."""
     from quire.kernels.triton import sample
     from quire.worker.gpu.draws import SpecialDraws
-    from quire.worker.gpu.sampled_steps import SampledSteps
 
     passes: list[int] = []
 
@@ -55,9 +55,9 @@ def _sampled(core: Any, failing: tuple[int, ...]) -> list[int]:
     kernels: Any = SimpleNamespace(SampleScratch=sample.SampleScratch, SampledStep=sample.SampledStep,
                                    sample_rows=sample_rows)
     launches, table = core.executor._worker._runner.launches, core.executor._worker.table
-    steps = SampledSteps(kernels, table, launches.buffers.logits, launches.drawn, launches.drawn.shape[1])
+    steps = SampledSteps(kernels, table, launches.buffers.logits, launches.drawn, launches.drawn.shape[1], pool)
     core.executor._worker._runner.draws = SpecialDraws(table, False, steps)
-    return passes
+    return passes, steps
 
 
 @pytest.mark.parametrize(("depth", "failing"), [(1, ()), (2, ()), (2, (2, 4))])
@@ -70,7 +70,7 @@ def test_an_engine_with_the_sampling_kernels_gives_the_plain_engines_tokens(
     plain = engines.make_engine(CONFIG, device=False)
     core = engines.make_engine(CONFIG, device=True, depth=depth)
     plain.grammars = core.grammars = Grammars(61)  # type: ignore[assignment]
-    passes = _sampled(core, failing)
+    passes, _ = _sampled(core, failing)
     want = engines.run(plain, _requests())
     got = engines.run(core, _requests())
     assert {name: found[0] for name, found in got.items()} == {name: found[0] for name, found in want.items()}
@@ -82,6 +82,42 @@ def test_an_engine_with_the_sampling_kernels_gives_the_plain_engines_tokens(
             assert [mine.logprob, *mine.top_logprobs] == pytest.approx([one.logprob, *one.top_logprobs], abs=2e-5)
     # One pass for all rows of a step, whatever they ask for.
     assert passes and len(passes) <= 12
+
+
+class Launched:
+    """`GraphCache` without a GPU: what would be replayed is launched."""
+
+    def __init__(self, device: Any, launch: Any, pool: Any) -> None:
+        self.run = lambda key: launch(key, False)
+
+    def holds(self, key: Any) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_step_of_the_same_rows_sends_nothing_and_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    monkeypatch.setattr(sampled_steps, "GraphCache", Launched)
+
+    def requests() -> list[Request]:
+        """Of several lengths: rows leave the batch, and others come."""
+        return [Request(f"r{i}", [(5 * i + j) % 61 for j in range(2 + i)],
+                        SamplingParams(max_tokens=6 + 3 * (i % 3), ignore_eos=True, **KINDS[i % 3]), seed=i,
+                        arrival_time=0.0) for i in range(8)]  # fmt: skip
+
+    found, sent = [], []
+    for pool in (None, "pool"):
+        core = engines.make_engine(CONFIG, device=True, depth=2)
+        passes, steps = _sampled(core, (), pool)
+        send = steps._send
+        steps._send = lambda words, send=send: (sent.append(words), send(words))  # type: ignore[method-assign]
+        found.append(engines.run(core, requests()))
+        assert pool is None or len(sent) < 0.6 * len(passes)
+        sent.clear()
+    assert found[0] == found[1]
 
 
 def _rows(*numbers: tuple[int, int, int], **more: Any) -> SampledRows:
