@@ -66,13 +66,17 @@ class SpecialDraws:
         drafted = step.drafted
         if drafted is not None:
             drafted.put_back(self._table, range(len(drafted.counts)))
+        if not self._table.plain:
+            self._draw_special(step)
+        if drafted is not None and self._rejection:
+            self._judge(step, drafted)
+
+    def _draw_special(self, step: DrawnStep) -> None:
         rows = self._special(step)
         if len(rows) and self._kernels is not None:
             rows = self._draw_by_kernels(self._kernels, step, rows)
         if len(rows):
             self._draw_all_again(step, rows.apart())
-        if drafted is not None and self._rejection:
-            self._judge(step, drafted)
 
     def _special(self, step: DrawnStep) -> SampledRows:
         """The rows that ask for more."""

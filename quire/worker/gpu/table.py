@@ -111,6 +111,11 @@ class DeviceTable:
         found: np.ndarray = self._bits[rows]
         return found
 
+    @property
+    def plain(self) -> bool:
+        """No row asks for more than a temperature: most steps of most servers."""
+        return not self._bits.any()
+
     def ages(self, rows: np.ndarray) -> np.ndarray:
         """How many sequences each of the rows has had: another number, another sequence."""
         found: np.ndarray = self._ages[rows]
@@ -123,6 +128,7 @@ class DeviceTable:
         self._places, self._values = [], []
         for row in plan.freed_rows:
             self._info[row] = None
+            self._bits[row] = 0
         for start in plan.starts:
             self._start(start)
         places: list[int] = []
@@ -199,6 +205,10 @@ class DraftView(DeviceTable):
 
     def bits(self, rows: np.ndarray) -> np.ndarray:
         return self._table.bits(rows) & ~int(Wants.LOGPROBS)
+
+    @property
+    def plain(self) -> bool:
+        return self._table.plain
 
     def ages(self, rows: np.ndarray) -> np.ndarray:
         return self._table.ages(rows)
