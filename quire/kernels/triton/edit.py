@@ -31,6 +31,7 @@ _CHANGE_WORDS = tl.constexpr(sampled_row.CHANGE_WORDS)
 _COUNT_BLOCK = 256
 _CHANGE_BLOCK = 128
 _CHANGE_PROGRAMS = 64
+_ADVANCE_BLOCK = 256
 Peaks = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """The largest entries of raw blocks and of edited ones, where the latter lie, and those of groups within blocks."""
 
@@ -51,14 +52,15 @@ def _count_kernel(stage, tokens, counts, tokens_stride, VOCAB: tl.constexpr, BLO
             tl.atomic_add(mine + token, 2, mask=known & (place >= num_prompt))
 
 
-@triton.jit
-def _advance_kernel(stage, rows, slots, ROWS_POW: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _advance_kernel(stage, rows, slots, BLOCK: tl.constexpr):
     """Leave the rows as the step after this one needs them, if it is of the same rows."""
-    row = tl.arange(0, ROWS_POW)
-    me = stage + HEAD + row * WORDS
-    position = tl.load(me + _POSITION, mask=row < rows, other=0)
-    tl.store(me + _COUNTED, position, mask=row < rows)
-    tl.store(me + _POSITION, position + 1, mask=row < rows)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        me = stage + HEAD + row * WORDS
+        position = tl.load(me + _POSITION, mask=row < rows, other=0)
+        tl.store(me + _COUNTED, position, mask=row < rows)
+        tl.store(me + _POSITION, position + 1, mask=row < rows)
     tl.store(stage + _RING, (tl.load(stage + _RING) + 1) % slots)
 
 
@@ -165,7 +167,7 @@ def count_tokens(stage: Tensor, rows: int, tokens: Tensor, counts: Tensor) -> No
 
 def advance(stage: Tensor, rows: int, slots: int) -> None:
     """The staged rows draw their next position, into the next of the ring's slots."""
-    _advance_kernel[(1,)](stage, rows, slots, triton.next_power_of_2(rows), num_warps=4)
+    _advance_kernel[(1,)](stage, rows, slots, _ADVANCE_BLOCK, num_warps=4)
 
 
 def change_logits(stage: Tensor, tokens: Tensor, edited: Tensor) -> None:
