@@ -80,15 +80,14 @@ INLINE void tile(int rows, int panels, int near, const float *x, int64_t ldx, we
     const int wide = panels * NV;
     vf acc[SUMS];
     UNROLL for (int i = 0; i < rows * wide; i++) acc[i] = to.first ? set_v(0.0f) : load_v(to.sums + i * VL);
-    const float *after = at.next + (panels > 1 ? at.ldw : 16); /* the line that is fetched after `next` */
-    const int64_t stride = panels > 1 ? 16 : 32;
+    const float *after = at.next + at.ldw; /* with two panels, the line that is fetched after `next` */
     for (int64_t k = 0; k < depth;) {
         int64_t stop = k + 4 < depth ? k + 4 : depth;
         for (int64_t i = 0; i < at.lines; i++) {
             const float *line = at.next;
             __builtin_prefetch(line, 0, 2);
-            at.next = after;
-            after = line + stride;
+            at.next = panels > 1 ? after : line + 16;
+            after = line + 16;
         }
         for (; k < stop; k++) {
             vf b[WIDE * NV];
