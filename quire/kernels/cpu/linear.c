@@ -63,8 +63,8 @@ typedef struct {
 typedef struct {
     const float *w;
     int64_t ldw;       /* floats from one panel to the next */
-    const float *next; /* the piece of the weight that follows */
-    int64_t lines;     /* cache lines of it to fetch per 4 steps of k */
+    const float *next; /* the piece of the weight that follows, from the steps of k on that this tile fetches */
+    int64_t lines;     /* cache lines of it to fetch per 4 steps of k, from all its panels in turn */
 } weights;
 
 /* Where a tile keeps its sums [rows][panels * NR], and what it does with them before and after its steps of k. */
@@ -80,10 +80,15 @@ INLINE void tile(int rows, int panels, int near, const float *x, int64_t ldx, we
     const int wide = panels * NV;
     vf acc[SUMS];
     UNROLL for (int i = 0; i < rows * wide; i++) acc[i] = to.first ? set_v(0.0f) : load_v(to.sums + i * VL);
+    const float *after = at.next + at.ldw; /* with two panels, the line that is fetched after `next` */
     for (int64_t k = 0; k < depth;) {
         int64_t stop = k + 4 < depth ? k + 4 : depth;
-        for (int64_t i = 0; i < at.lines; i++) __builtin_prefetch(at.next + i * 16, 0, 2);
-        at.next += at.lines * 16;
+        for (int64_t i = 0; i < at.lines; i++) {
+            const float *line = at.next;
+            __builtin_prefetch(line, 0, 2);
+            at.next = panels > 1 ? after : line + 16;
+            after = line + 16;
+        }
         for (; k < stop; k++) {
             vf b[WIDE * NV];
             UNROLL for (int p = 0; p < panels; p++) {
@@ -257,11 +262,10 @@ static void widen(const linear_job *job, int64_t panel, int64_t k0, int64_t dept
     else widen_scaled4(from, depth, to);
 }
 
-/* Share the fetching of the next piece among the tiles of rows that use this one: each panel's part among half. */
-static void plan_fetch(weights *at, int64_t tile_index, int64_t tiles, int64_t depth) {
-    int64_t half = tiles / 2, side = tile_index / half, slice = tile_index % half;
-    at->lines = side < PAIR ? (NR / 4 + half - 1) / half : 0;
-    at->next += side * at->ldw + depth * NR * slice / half;
+/* Share the fetching of the next piece evenly among the tiles of rows that use this one, so that memory never rests. */
+static void plan_fetch(weights *at, int64_t panels, int64_t tile_index, int64_t tiles, int64_t depth) {
+    at->lines = (panels * NR / 4 + tiles - 1) / tiles;
+    at->next += depth * NR * tile_index / tiles;
 }
 
 /* Steps [k0, k0 + depth) of k for all rows of the area: this piece of the weight is read once and used by every tile. */
@@ -279,7 +283,7 @@ INLINE void piece(const linear_job *job, const area *of, int64_t k0, int64_t dep
     for (int64_t t = 0; t < tiles; t++) {
         int64_t first = of->rows * t / tiles, count = of->rows * (t + 1) / tiles - first;
         weights at = from;
-        if (job->format == FLOAT32 && tiles > 1) plan_fetch(&at, t, tiles, depth);
+        if (job->format == FLOAT32 && tiles > 1) plan_fetch(&at, of->panels, t, tiles, depth);
         to.sums = sums + first * of->panels * NR;
         run_tile(count, of->panels, t == 0 && job->format == FLOAT32, job->x + (of->row + first) * k + k0, k, at, depth,
                  to);
