@@ -109,10 +109,6 @@ int32_t quire_code_bias(void) { return best_kernel()->wide_bias; }
 
 /* ---- activations */
 
-typedef struct {
-    int64_t end, merges;
-} slice; /* as in linear.c */
-
 /* One call: rows of x as int8, and what each part's tiles need of them. */
 typedef struct {
     const int_kernel *kernel;
@@ -127,7 +123,7 @@ typedef struct {
     const int_part *part;
     const uint8_t *panels;
     int64_t bias_of_codes; /* what the kernel subtracts from a code */
-    const slice *slices;
+    const int_slice *slices;
     int64_t num_slices, left;
     const float *bias, *residual;
     float *out;
@@ -165,6 +161,10 @@ static void quantize_row(void *arg, int64_t r) {
                       job->sum + (r * units + u) * 2);
 }
 
+/* From step to step of what the tiles need of the rows, where a kernel takes that step by step. A little more than the rows:
+ * a power of two would put the steps of a tile into the same few lines of a cache. */
+static int64_t stride_of_steps(const int_job *job) { return job->rows + AMX_ROWS; }
+
 /* What the tiles of a part need of each row. */
 static void prepare_row(void *arg, int64_t r) {
     const int_job *job = arg;
@@ -174,7 +174,7 @@ static void prepare_row(void *arg, int64_t r) {
         const int32_t *sums = job->sum + r * units * 2;
         float scale = job->scale[r * units + s / halves];
         int32_t sum = halves == 1 ? sums[2 * s] + sums[2 * s + 1] : sums[s];
-        int64_t at = job->kernel->steps_first ? s * job->rows + r : r * units * halves + s;
+        int64_t at = job->kernel->steps_first ? s * stride_of_steps(job) + r : r * units * halves + s;
         job->dx[at] = scale;
         job->init[at] = zero * sum;
         job->shift[at] = scale * (float)sum;
@@ -214,6 +214,13 @@ static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) 
     }
 }
 
+/* A panel's scales, and offsets, as floats. */
+static void unpack_scales(const int_job *job, const uint8_t *panel, float *to) {
+    int64_t count = job->k / job->part->group * COLS * (1 + job->part->offsets);
+    if (job->part->scale_bytes == 4) memcpy(to, panel, (size_t)count * 4);
+    else for (int64_t i = 0; i < count; i++) to[i] = scale_at(panel, 2, i);
+}
+
 static void write_rows(const int_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels, const float *sums,
                        float *out) {
     int64_t width = panels * COLS, col = panel * COLS, count = job->part->n - col < width ? job->part->n - col : width;
@@ -239,8 +246,10 @@ static void run_tile(const int_job *job, int_tile *t, int64_t row, int64_t rows,
     t->init = job->init + row * t->row_stride;
     t->shift = job->shift + row * t->row_stride;
     t->sums = stack;
+    t->slices = job->slices;
     t->last = 0;
-    for (const slice *s = job->slices; s < job->slices + job->num_slices; s++, t->sums += size) {
+    if (job->kernel->all_slices) job->kernel->tile(t, (int)rows, (int)panels, mode, (int)job->part->offsets);
+    else for (const int_slice *s = job->slices; s < job->slices + job->num_slices; s++, t->sums += size) {
         t->first = t->last;
         t->last = s->end >> shift;
         job->kernel->tile(t, (int)rows, (int)panels, mode, (int)job->part->offsets);
@@ -253,22 +262,30 @@ static void run_tile(const int_job *job, int_tile *t, int64_t row, int64_t rows,
         write_rows(job, row, rows, panel, panels, stack + i * size, job->out + i * job->all_rows * job->n);
 }
 
-/* Rows [row, row + rows) by some panels. Codes that are not what a tile reads, or that several tiles read, are unpacked. */
+/* Rows [row, row + rows) by some panels. Codes that are not what a tile reads, and what several tiles read, are
+ * unpacked. */
 static void run_area(const int_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
     const int_part *p = job->part;
     int64_t step = step_of(p), bytes = int_panel_bytes(p, job->k), most = job->kernel->rows;
     const uint8_t *from = job->panels + panel * bytes;
     int_tile t = {.k = job->k, .row_stride = job->k / step, .step_stride = 1, .quads = step / 4, .steps_of_group = p->group / step};
     t.zero_init = job->bias_of_codes == p->zero;
-    if (job->kernel->steps_first) t.row_stride = 1, t.step_stride = job->rows;
+    if (job->kernel->steps_first) t.row_stride = 1, t.step_stride = stride_of_steps(job);
     int direct = p->bits == 4 && rows <= most && !job->kernel->bytes_only;
     int mode = p->bits == 8 ? WIDE : direct ? NIBBLES : BYTES;
     uint8_t codes[mode == BYTES ? panels * job->k * COLS : 1] __attribute__((aligned(64)));
     t.codes = from + scales_bytes(p, job->k), t.codes_stride = bytes;
     t.scales = from, t.scales_stride = bytes, t.scale_bytes = p->scale_bytes, t.scale_row = scale_row(p);
+    int64_t scales_count = job->k / p->group * COLS * (1 + p->offsets);
+    float scales[rows > most ? panels * scales_count : 1] __attribute__((aligned(64)));
     if (mode == BYTES) {
         for (int64_t i = 0; i < panels; i++) unpack_codes(job, from + i * bytes, codes + i * job->k * COLS);
         t.codes = codes, t.codes_stride = job->k * COLS;
+    }
+    if (rows > most) {
+        for (int64_t i = 0; i < panels; i++) unpack_scales(job, from + i * bytes, scales + i * scales_count);
+        t.scales = (const uint8_t *)scales, t.scales_stride = scales_count * 4;
+        t.scale_bytes = 4, t.scale_row = COLS * 4 * (1 + p->offsets);
     }
     int64_t tiles = (rows + most - 1) / most;
     if (job->kernel->begin) job->kernel->begin(t.quads);
@@ -340,7 +357,7 @@ static void place_rows(int_job *job, int64_t rows) {
 void quire_int_linear(const float *x, const void *w, const float *bias, const float *residual, float *out, int64_t rows,
                       int64_t n, int64_t k, const void *slices, int64_t num_slices) {
     const int_weight *weight = w;
-    slice all = {k, 0};
+    int_slice all = {k, 0};
     int_job job = {.k = k, .n = n, .slices = num_slices ? slices : &all, .num_slices = num_slices ? num_slices : 1};
     job.bias = bias, job.residual = residual, job.out = out, job.all_rows = rows;
     for (int64_t i = 0; i < job.num_slices; i++) job.left += 1 - job.slices[i].merges;
