@@ -218,7 +218,7 @@ static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) 
 static void unpack_scales(const int_job *job, const uint8_t *panel, float *to) {
     int64_t count = job->k / job->part->group * COLS * (1 + job->part->offsets);
     if (job->part->scale_bytes == 4) memcpy(to, panel, (size_t)count * 4);
-    else for (int64_t i = 0; i < count; i++) to[i] = scale_at(panel, 2, i);
+    else for (int64_t i = 0; i < count; i += VL) store_v(to + i, halves_to_float(panel + i * 2));
 }
 
 static void write_rows(const int_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels, const float *sums,
@@ -227,7 +227,14 @@ static void write_rows(const int_job *job, int64_t row, int64_t rows, int64_t pa
     int64_t place = job->part->start + col;
     for (int64_t r = 0; r < rows; r++, sums += width) {
         int64_t at = (job->first_row + row + r) * job->n + place;
-        for (int64_t j = 0; j < count; j++) {
+        int64_t j = 0;
+        for (; j + VL <= count; j += VL) {
+            vf y = load_v(sums + j);
+            if (job->bias) y = y + load_v(job->bias + place + j);
+            if (job->residual) y = y + load_v(job->residual + at + j);
+            store_v(out + at + j, y);
+        }
+        for (; j < count; j++) {
             float y = sums[j];
             if (job->bias) y = y + job->bias[place + j];
             if (job->residual) y = y + job->residual[at + j];

@@ -100,19 +100,24 @@ Q_INLINE void sum_slices(const int_tile *t, const int rows, const int panels, co
     }
 }
 
-#define EACH_MODE(r, p)                                                                                             \
-    case (r) * 4 + (p):                                                                                             \
-        if (mode == NIBBLES && offsets) sum_slices(t, r, p, 1, 1);                                                  \
-        else if (mode == NIBBLES) sum_slices(t, r, p, 1, 0);                                                        \
-        else if (offsets) sum_slices(t, r, p, 0, 1);                                                                \
-        else sum_slices(t, r, p, 0, 0);                                                                             \
-        break;
-
-Q_TARGET static void tile(const int_tile *t, int rows, int panels, int mode, int offsets) {
-    switch (rows * 4 + panels) {
-        EACH_MODE(1, 1) EACH_MODE(2, 1) EACH_MODE(3, 1) EACH_MODE(4, 1) EACH_MODE(5, 1) EACH_MODE(6, 1)
-        EACH_MODE(1, 2) EACH_MODE(2, 2) EACH_MODE(3, 2) EACH_MODE(4, 2) EACH_MODE(5, 2) EACH_MODE(6, 2)
+/* A function for each: in one for all, gcc 12 keeps sums on the stack. */
+typedef void (*tile_fn)(const int_tile *t);
+#define VARIANT(r, p, nibbles, offsets)                                                                             \
+    Q_TARGET static __attribute__((noinline)) void tile_##r##p##nibbles##offsets(const int_tile *t) {              \
+        sum_slices(t, r, p, nibbles, offsets);                                                                      \
     }
+#define VARIANTS(r, p) VARIANT(r, p, 0, 0) VARIANT(r, p, 0, 1) VARIANT(r, p, 1, 0) VARIANT(r, p, 1, 1)
+VARIANTS(1, 1) VARIANTS(2, 1) VARIANTS(3, 1) VARIANTS(4, 1) VARIANTS(5, 1) VARIANTS(6, 1)
+VARIANTS(1, 2) VARIANTS(2, 2) VARIANTS(3, 2) VARIANTS(4, 2) VARIANTS(5, 2) VARIANTS(6, 2)
+
+#define NAMES(r, p) {{tile_##r##p##00, tile_##r##p##01}, {tile_##r##p##10, tile_##r##p##11}}
+static const tile_fn tiles[TILE_ROWS][TILE_PANELS][2][2] = {
+    {NAMES(1, 1), NAMES(1, 2)}, {NAMES(2, 1), NAMES(2, 2)}, {NAMES(3, 1), NAMES(3, 2)},
+    {NAMES(4, 1), NAMES(4, 2)}, {NAMES(5, 1), NAMES(5, 2)}, {NAMES(6, 1), NAMES(6, 2)},
+};
+
+static void tile(const int_tile *t, int rows, int panels, int mode, int offsets) {
+    tiles[rows - 1][panels - 1][mode == NIBBLES][offsets](t);
 }
 
 /* ---- dot products of queries and keys */
