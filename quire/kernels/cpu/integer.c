@@ -15,6 +15,8 @@
 #define ROW_BLOCK 256     /* rows of a task */
 #define MAX_STACK 16     /* as in linear.c */
 #define AHEAD 2048       /* bytes that are fetched before they are unpacked */
+#define LEAST_TILES 4     /* with fewer beside them, the next panels would come in too long a burst */
+#define LEAST_TASK 100000 /* products that are worth a task */
 #define TINY 1e-30f      /* a group of smaller activations is zero: the inverse of its scale would overflow */
 
 /* ---- the plain kernel: the reference, and what runs where no other does */
@@ -181,6 +183,11 @@ static void prepare_row(void *arg, int64_t r) {
     }
 }
 
+static void quantize_and_prepare_row(void *arg, int64_t r) {
+    quantize_row(arg, r);
+    prepare_row(arg, r);
+}
+
 static void for_rows(int_job *job, task_fn fn) {
     if (job->rows * job->k < 16384)
         for (int64_t r = 0; r < job->rows; r++) fn(job, r);
@@ -195,13 +202,14 @@ static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) 
     const int_part *p = job->part;
     int64_t quads = step_of(p) / 4, steps = job->k / step_of(p), size = code_bytes(p);
     const uint8_t *from = panel + scales_bytes(p, job->k);
+    const vi nibbles = set_i(0x0F0F0F0F);
     for (int64_t s = 0; s < steps; s++, from += size, to += quads * QUAD_BYTES) {
         for (int64_t pair = 0; pair < quads / 2; pair++) __builtin_prefetch(from + pair * QUAD_BYTES + AHEAD);
         for (int64_t pair = 0; pair < quads / 2; pair++)
-            for (int64_t i = 0; i < QUAD_BYTES; i++) {
-                uint8_t both = from[pair * QUAD_BYTES + i];
-                to[pair * 2 * QUAD_BYTES + i] = both & 15;
-                to[(pair * 2 + 1) * QUAD_BYTES + i] = both >> 4;
+            UNROLL for (int64_t i = 0; i < QUAD_BYTES; i += VL * 4) {
+                vi both = load_i(from + pair * QUAD_BYTES + i), low = both & nibbles, high = both >> 4 & nibbles;
+                memcpy(to + pair * 2 * QUAD_BYTES + i, &low, sizeof low);
+                memcpy(to + (pair * 2 + 1) * QUAD_BYTES + i, &high, sizeof high);
             }
         const uint8_t *high = from + quads / 2 * QUAD_BYTES;
         if (p->bits == 5)
@@ -243,6 +251,16 @@ static void write_rows(const int_job *job, int64_t row, int64_t rows, int64_t pa
     }
 }
 
+/* What a tile will write and add lies far away where there are many rows: it comes while the tile is summed. */
+static void fetch_rows(const int_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t p = panel; p < panel + panels; p++) {
+            int64_t at = (job->first_row + row + r) * job->n + job->part->start + p * COLS;
+            __builtin_prefetch(job->out + at, 1);
+            if (job->residual) __builtin_prefetch(job->residual + at);
+        }
+}
+
 /* A tile's slices, one after the other, added in their tree. */
 static void run_tile(const int_job *job, int_tile *t, int64_t row, int64_t rows, int64_t panel, int64_t panels, int mode) {
     const int64_t size = rows * panels * COLS;
@@ -255,6 +273,7 @@ static void run_tile(const int_job *job, int_tile *t, int64_t row, int64_t rows,
     t->sums = stack;
     t->slices = job->slices;
     t->last = 0;
+    fetch_rows(job, row, rows, panel, panels);
     if (job->kernel->all_slices) job->kernel->tile(t, (int)rows, (int)panels, mode, (int)job->part->offsets);
     else for (const int_slice *s = job->slices; s < job->slices + job->num_slices; s++, t->sums += size) {
         t->first = t->last;
@@ -298,6 +317,9 @@ static void run_area(const int_job *job, int64_t row, int64_t rows, int64_t pane
     if (job->kernel->begin) job->kernel->begin(t.quads);
     for (int64_t i = 0; i < tiles; i++) {
         int64_t first = rows * i / tiles, last = rows * (i + 1) / tiles;
+        if (tiles >= LEAST_TILES) /* the panels after these, a share of them beside each tile */
+            for (int64_t at = panels * bytes * i / tiles; at < panels * bytes * (i + 1) / tiles; at += 64)
+                __builtin_prefetch(from + panels * bytes + at, 0, 2);
         run_tile(job, &t, row + first, last - first, panel, panels, mode);
     }
     if (job->kernel->end) job->kernel->end();
@@ -314,17 +336,20 @@ static void int_task(void *arg, int64_t task) {
     }
 }
 
-static void run_part(int_job *job, const uint8_t *weight, const int_part *part) {
+/* The first part finds its rows as floats. */
+static void run_part(int_job *job, const uint8_t *weight, const int_part *part, int first) {
     job->part = part;
     job->panels = weight + part->at;
     job->bias_of_codes = part->bits == 8 ? job->kernel->wide_bias : 0;
-    for_rows(job, prepare_row);
+    for_rows(job, first ? quantize_and_prepare_row : prepare_row);
     job->num_panels = (part->n + COLS - 1) / COLS;
     job->row_blocks = (job->rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    int64_t threads = quire_get_num_threads(), pieces = threads * 8 / job->row_blocks;
-    if (threads == 1 || job->rows * part->n * job->k < 100000 || pieces < 1) pieces = 1;
-    int64_t step = (job->num_panels + pieces - 1) / pieces, unit = job->kernel->panels;
-    job->panel_step = round_up(step > 0 ? step : 1, unit);
+    int64_t threads = quire_get_num_threads(), pieces = threads * 8 / job->row_blocks, unit = job->kernel->panels;
+    if (threads == 1 || job->rows * part->n * job->k < LEAST_TASK || pieces < 1) pieces = 1;
+    int64_t step = round_up((job->num_panels + pieces - 1) / pieces, unit);
+    /* Rather too many tasks than too few: nine are a bad number for two threads. */
+    if (pieces > 1 && step > unit && job->rows * (step - unit) * COLS * job->k >= LEAST_TASK) step -= unit;
+    job->panel_step = step > 0 ? step : unit;
     quire_parallel(int_task, job, (job->num_panels + job->panel_step - 1) / job->panel_step * job->row_blocks);
 }
 
@@ -373,7 +398,6 @@ void quire_int_linear(const float *x, const void *w, const float *bias, const fl
         job.x = x + row * k, job.first_row = row;
         job.kernel = kernel_for(job.rows);
         place_rows(&job, job.rows);
-        for_rows(&job, quantize_row);
-        for (int64_t i = 0; i < weight->num_parts; i++) run_part(&job, w, weight->parts + i);
+        for (int64_t i = 0; i < weight->num_parts; i++) run_part(&job, w, weight->parts + i, i == 0);
     }
 }
