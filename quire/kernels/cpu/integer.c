@@ -313,14 +313,17 @@ static void run_area(const int_job *job, int64_t row, int64_t rows, int64_t pane
         t.scales = (const uint8_t *)scales, t.scales_stride = scales_count * 4;
         t.scale_bytes = 4, t.scale_row = COLS * 4 * (1 + p->offsets);
     }
-    int64_t tiles = (rows + most - 1) / most;
+    /* Divisions before the loop: one takes as long as a step of a tile. */
+    int64_t tiles = (rows + most - 1) / most, even = rows / tiles, more = rows % tiles;
+    const uint8_t *next = from + panels * bytes, *const end = next + panels * bytes;
+    const int64_t share = tiles < LEAST_TILES ? 0 : round_up(panels * bytes / tiles, 64);
     if (job->kernel->begin) job->kernel->begin(t.quads);
     for (int64_t i = 0; i < tiles; i++) {
-        int64_t first = rows * i / tiles, last = rows * (i + 1) / tiles;
-        if (tiles >= LEAST_TILES) /* the panels after these, a share of them beside each tile */
-            for (int64_t at = panels * bytes * i / tiles; at < panels * bytes * (i + 1) / tiles; at += 64)
-                __builtin_prefetch(from + panels * bytes + at, 0, 2);
-        run_tile(job, &t, row + first, last - first, panel, panels, mode);
+        int64_t count = even + (i < more);
+        /* The panels after these, a share of them beside each tile. */
+        for (const uint8_t *stop = next + share; next < stop && next < end; next += 64) __builtin_prefetch(next, 0, 2);
+        run_tile(job, &t, row, count, panel, panels, mode);
+        row += count;
     }
     if (job->kernel->end) job->kernel->end();
 }
