@@ -163,8 +163,8 @@ static void quantize_row(void *arg, int64_t r) {
                       job->sum + (r * units + u) * 2);
 }
 
-/* From step to step of what the tiles need of the rows, where a kernel takes that step by step. A little more than the rows:
- * a power of two would put the steps of a tile into the same few lines of a cache. */
+/* From step to step of what the tiles need of the rows, where a kernel takes that step by step. A little more than the
+ * rows: a power of two would put the steps of a tile into the same few lines of a cache. */
 static int64_t stride_of_steps(const int_job *job) { return job->rows + AMX_ROWS; }
 
 /* What the tiles of a part need of each row. */

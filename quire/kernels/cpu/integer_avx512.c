@@ -33,8 +33,8 @@ Q_INLINE __m512i quad_at(const uint8_t *p, const int q, const int nibbles) {
     return _mm512_and_si512(q % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
 }
 
-/* The integer sums of one step. An activation goes to a register once for all panels: as an operand in memory, which the
- * instruction could take, it would be loaded for every product, and loads would be what limits. */
+/* The integer sums of one step. An activation goes to a register once for all panels: as an operand in memory, which
+ * the instruction could take, it would be loaded for every product, and loads would be what limits. */
 Q_INLINE void multiply_step(const int_tile *t, const uint8_t *codes, const int8_t *x, const int rows, const int panels,
                             const int nibbles, __m512i *acc) {
     const int64_t k = t->k;
@@ -55,8 +55,8 @@ Q_INLINE void multiply_step(const int_tile *t, const uint8_t *codes, const int8_
     }
 }
 
-/* All slices of k: each is summed in registers from zero, and added to those before it on the stack as often as the tree
- * says. */
+/* All slices of k: each is summed in registers from zero, and added to those before it on the stack as often as the
+ * tree says. */
 Q_INLINE void sum_slices(const int_tile *t, const int rows, const int panels, const int nibbles, const int offsets) {
     const int64_t step_bytes = t->quads * QUAD_BYTES / (nibbles ? 2 : 1);
     const int64_t width = t->quads * 4;
@@ -93,7 +93,8 @@ Q_INLINE void sum_slices(const int_tile *t, const int rows, const int panels, co
         }
         for (int64_t merges = slice->merges; merges > 0; merges--) {
             to -= rows * panels * COLS;
-            UNROLL for (int i = 0; i < rows * panels; i++) sum[i] = _mm512_add_ps(_mm512_loadu_ps(to + i * COLS), sum[i]);
+            UNROLL for (int i = 0; i < rows * panels; i++)
+                sum[i] = _mm512_add_ps(_mm512_loadu_ps(to + i * COLS), sum[i]);
         }
         UNROLL for (int i = 0; i < rows * panels; i++) _mm512_storeu_ps(to + i * COLS, sum[i]);
         to += rows * panels * COLS;
