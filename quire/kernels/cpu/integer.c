@@ -15,6 +15,8 @@
 #define ROW_BLOCK 256     /* rows of a task */
 #define MAX_STACK 16     /* as in linear.c */
 #define AHEAD 2048       /* bytes that are fetched before they are unpacked */
+#define LEAST_TILES 4     /* with fewer beside them, the next panels would come in too long a burst */
+#define LEAST_TASK 100000 /* products that are worth a task */
 #define TINY 1e-30f      /* a group of smaller activations is zero: the inverse of its scale would overflow */
 
 /* ---- the plain kernel: the reference, and what runs where no other does */
@@ -109,10 +111,6 @@ int32_t quire_code_bias(void) { return best_kernel()->wide_bias; }
 
 /* ---- activations */
 
-typedef struct {
-    int64_t end, merges;
-} slice; /* as in linear.c */
-
 /* One call: rows of x as int8, and what each part's tiles need of them. */
 typedef struct {
     const int_kernel *kernel;
@@ -127,7 +125,7 @@ typedef struct {
     const int_part *part;
     const uint8_t *panels;
     int64_t bias_of_codes; /* what the kernel subtracts from a code */
-    const slice *slices;
+    const int_slice *slices;
     int64_t num_slices, left;
     const float *bias, *residual;
     float *out;
@@ -165,6 +163,10 @@ static void quantize_row(void *arg, int64_t r) {
                       job->sum + (r * units + u) * 2);
 }
 
+/* From step to step of what the tiles need of the rows, where a kernel takes that step by step. A little more than the
+ * rows: a power of two would put the steps of a tile into the same few lines of a cache. */
+static int64_t stride_of_steps(const int_job *job) { return job->rows + AMX_ROWS; }
+
 /* What the tiles of a part need of each row. */
 static void prepare_row(void *arg, int64_t r) {
     const int_job *job = arg;
@@ -174,11 +176,16 @@ static void prepare_row(void *arg, int64_t r) {
         const int32_t *sums = job->sum + r * units * 2;
         float scale = job->scale[r * units + s / halves];
         int32_t sum = halves == 1 ? sums[2 * s] + sums[2 * s + 1] : sums[s];
-        int64_t at = job->kernel->steps_first ? s * job->rows + r : r * units * halves + s;
+        int64_t at = job->kernel->steps_first ? s * stride_of_steps(job) + r : r * units * halves + s;
         job->dx[at] = scale;
         job->init[at] = zero * sum;
         job->shift[at] = scale * (float)sum;
     }
+}
+
+static void quantize_and_prepare_row(void *arg, int64_t r) {
+    quantize_row(arg, r);
+    prepare_row(arg, r);
 }
 
 static void for_rows(int_job *job, task_fn fn) {
@@ -195,13 +202,14 @@ static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) 
     const int_part *p = job->part;
     int64_t quads = step_of(p) / 4, steps = job->k / step_of(p), size = code_bytes(p);
     const uint8_t *from = panel + scales_bytes(p, job->k);
+    const vi nibbles = set_i(0x0F0F0F0F);
     for (int64_t s = 0; s < steps; s++, from += size, to += quads * QUAD_BYTES) {
         for (int64_t pair = 0; pair < quads / 2; pair++) __builtin_prefetch(from + pair * QUAD_BYTES + AHEAD);
         for (int64_t pair = 0; pair < quads / 2; pair++)
-            for (int64_t i = 0; i < QUAD_BYTES; i++) {
-                uint8_t both = from[pair * QUAD_BYTES + i];
-                to[pair * 2 * QUAD_BYTES + i] = both & 15;
-                to[(pair * 2 + 1) * QUAD_BYTES + i] = both >> 4;
+            UNROLL for (int64_t i = 0; i < QUAD_BYTES; i += VL * 4) {
+                vi both = load_i(from + pair * QUAD_BYTES + i), low = both & nibbles, high = both >> 4 & nibbles;
+                memcpy(to + pair * 2 * QUAD_BYTES + i, &low, sizeof low);
+                memcpy(to + (pair * 2 + 1) * QUAD_BYTES + i, &high, sizeof high);
             }
         const uint8_t *high = from + quads / 2 * QUAD_BYTES;
         if (p->bits == 5)
@@ -214,19 +222,43 @@ static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) 
     }
 }
 
+/* A panel's scales, and offsets, as floats. */
+static void unpack_scales(const int_job *job, const uint8_t *panel, float *to) {
+    int64_t count = job->k / job->part->group * COLS * (1 + job->part->offsets);
+    if (job->part->scale_bytes == 4) memcpy(to, panel, (size_t)count * 4);
+    else for (int64_t i = 0; i < count; i += VL) store_v(to + i, halves_to_float(panel + i * 2));
+}
+
 static void write_rows(const int_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels, const float *sums,
                        float *out) {
     int64_t width = panels * COLS, col = panel * COLS, count = job->part->n - col < width ? job->part->n - col : width;
     int64_t place = job->part->start + col;
     for (int64_t r = 0; r < rows; r++, sums += width) {
         int64_t at = (job->first_row + row + r) * job->n + place;
-        for (int64_t j = 0; j < count; j++) {
+        int64_t j = 0;
+        for (; j + VL <= count; j += VL) {
+            vf y = load_v(sums + j);
+            if (job->bias) y = y + load_v(job->bias + place + j);
+            if (job->residual) y = y + load_v(job->residual + at + j);
+            store_v(out + at + j, y);
+        }
+        for (; j < count; j++) {
             float y = sums[j];
             if (job->bias) y = y + job->bias[place + j];
             if (job->residual) y = y + job->residual[at + j];
             out[at + j] = y;
         }
     }
+}
+
+/* What a tile will write and add lies far away where there are many rows: it comes while the tile is summed. */
+static void fetch_rows(const int_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t p = panel; p < panel + panels; p++) {
+            int64_t at = (job->first_row + row + r) * job->n + job->part->start + p * COLS;
+            __builtin_prefetch(job->out + at, 1);
+            if (job->residual) __builtin_prefetch(job->residual + at);
+        }
 }
 
 /* A tile's slices, one after the other, added in their tree. */
@@ -239,8 +271,11 @@ static void run_tile(const int_job *job, int_tile *t, int64_t row, int64_t rows,
     t->init = job->init + row * t->row_stride;
     t->shift = job->shift + row * t->row_stride;
     t->sums = stack;
+    t->slices = job->slices;
     t->last = 0;
-    for (const slice *s = job->slices; s < job->slices + job->num_slices; s++, t->sums += size) {
+    fetch_rows(job, row, rows, panel, panels);
+    if (job->kernel->all_slices) job->kernel->tile(t, (int)rows, (int)panels, mode, (int)job->part->offsets);
+    else for (const int_slice *s = job->slices; s < job->slices + job->num_slices; s++, t->sums += size) {
         t->first = t->last;
         t->last = s->end >> shift;
         job->kernel->tile(t, (int)rows, (int)panels, mode, (int)job->part->offsets);
@@ -253,28 +288,42 @@ static void run_tile(const int_job *job, int_tile *t, int64_t row, int64_t rows,
         write_rows(job, row, rows, panel, panels, stack + i * size, job->out + i * job->all_rows * job->n);
 }
 
-/* Rows [row, row + rows) by some panels. Codes that are not what a tile reads, or that several tiles read, are unpacked. */
+/* Rows [row, row + rows) by some panels. Codes that are not what a tile reads, and what several tiles read, are
+ * unpacked. */
 static void run_area(const int_job *job, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
     const int_part *p = job->part;
     int64_t step = step_of(p), bytes = int_panel_bytes(p, job->k), most = job->kernel->rows;
     const uint8_t *from = job->panels + panel * bytes;
     int_tile t = {.k = job->k, .row_stride = job->k / step, .step_stride = 1, .quads = step / 4, .steps_of_group = p->group / step};
     t.zero_init = job->bias_of_codes == p->zero;
-    if (job->kernel->steps_first) t.row_stride = 1, t.step_stride = job->rows;
+    if (job->kernel->steps_first) t.row_stride = 1, t.step_stride = stride_of_steps(job);
     int direct = p->bits == 4 && rows <= most && !job->kernel->bytes_only;
     int mode = p->bits == 8 ? WIDE : direct ? NIBBLES : BYTES;
     uint8_t codes[mode == BYTES ? panels * job->k * COLS : 1] __attribute__((aligned(64)));
     t.codes = from + scales_bytes(p, job->k), t.codes_stride = bytes;
     t.scales = from, t.scales_stride = bytes, t.scale_bytes = p->scale_bytes, t.scale_row = scale_row(p);
+    int64_t scales_count = job->k / p->group * COLS * (1 + p->offsets);
+    float scales[rows > most ? panels * scales_count : 1] __attribute__((aligned(64)));
     if (mode == BYTES) {
         for (int64_t i = 0; i < panels; i++) unpack_codes(job, from + i * bytes, codes + i * job->k * COLS);
         t.codes = codes, t.codes_stride = job->k * COLS;
     }
-    int64_t tiles = (rows + most - 1) / most;
+    if (rows > most) {
+        for (int64_t i = 0; i < panels; i++) unpack_scales(job, from + i * bytes, scales + i * scales_count);
+        t.scales = (const uint8_t *)scales, t.scales_stride = scales_count * 4;
+        t.scale_bytes = 4, t.scale_row = COLS * 4 * (1 + p->offsets);
+    }
+    /* Divisions before the loop: one takes as long as a step of a tile. */
+    int64_t tiles = (rows + most - 1) / most, even = rows / tiles, more = rows % tiles;
+    const uint8_t *next = from + panels * bytes, *const end = next + panels * bytes;
+    const int64_t share = tiles < LEAST_TILES ? 0 : round_up(panels * bytes / tiles, 64);
     if (job->kernel->begin) job->kernel->begin(t.quads);
     for (int64_t i = 0; i < tiles; i++) {
-        int64_t first = rows * i / tiles, last = rows * (i + 1) / tiles;
-        run_tile(job, &t, row + first, last - first, panel, panels, mode);
+        int64_t count = even + (i < more);
+        /* The panels after these, a share of them beside each tile. */
+        for (const uint8_t *stop = next + share; next < stop && next < end; next += 64) __builtin_prefetch(next, 0, 2);
+        run_tile(job, &t, row, count, panel, panels, mode);
+        row += count;
     }
     if (job->kernel->end) job->kernel->end();
 }
@@ -290,17 +339,20 @@ static void int_task(void *arg, int64_t task) {
     }
 }
 
-static void run_part(int_job *job, const uint8_t *weight, const int_part *part) {
+/* The first part finds its rows as floats. */
+static void run_part(int_job *job, const uint8_t *weight, const int_part *part, int first) {
     job->part = part;
     job->panels = weight + part->at;
     job->bias_of_codes = part->bits == 8 ? job->kernel->wide_bias : 0;
-    for_rows(job, prepare_row);
+    for_rows(job, first ? quantize_and_prepare_row : prepare_row);
     job->num_panels = (part->n + COLS - 1) / COLS;
     job->row_blocks = (job->rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    int64_t threads = quire_get_num_threads(), pieces = threads * 8 / job->row_blocks;
-    if (threads == 1 || job->rows * part->n * job->k < 100000 || pieces < 1) pieces = 1;
-    int64_t step = (job->num_panels + pieces - 1) / pieces, unit = job->kernel->panels;
-    job->panel_step = round_up(step > 0 ? step : 1, unit);
+    int64_t threads = quire_get_num_threads(), pieces = threads * 8 / job->row_blocks, unit = job->kernel->panels;
+    if (threads == 1 || job->rows * part->n * job->k < LEAST_TASK || pieces < 1) pieces = 1;
+    int64_t step = round_up((job->num_panels + pieces - 1) / pieces, unit);
+    /* Rather too many tasks than too few: nine are a bad number for two threads. */
+    if (pieces > 1 && step > unit && job->rows * (step - unit) * COLS * job->k >= LEAST_TASK) step -= unit;
+    job->panel_step = step > 0 ? step : unit;
     quire_parallel(int_task, job, (job->num_panels + job->panel_step - 1) / job->panel_step * job->row_blocks);
 }
 
@@ -340,7 +392,7 @@ static void place_rows(int_job *job, int64_t rows) {
 void quire_int_linear(const float *x, const void *w, const float *bias, const float *residual, float *out, int64_t rows,
                       int64_t n, int64_t k, const void *slices, int64_t num_slices) {
     const int_weight *weight = w;
-    slice all = {k, 0};
+    int_slice all = {k, 0};
     int_job job = {.k = k, .n = n, .slices = num_slices ? slices : &all, .num_slices = num_slices ? num_slices : 1};
     job.bias = bias, job.residual = residual, job.out = out, job.all_rows = rows;
     for (int64_t i = 0; i < job.num_slices; i++) job.left += 1 - job.slices[i].merges;
@@ -349,7 +401,6 @@ void quire_int_linear(const float *x, const void *w, const float *bias, const fl
         job.x = x + row * k, job.first_row = row;
         job.kernel = kernel_for(job.rows);
         place_rows(&job, job.rows);
-        for_rows(&job, quantize_row);
-        for (int64_t i = 0; i < weight->num_parts; i++) run_part(&job, w, weight->parts + i);
+        for (int64_t i = 0; i < weight->num_parts; i++) run_part(&job, w, weight->parts + i, i == 0);
     }
 }

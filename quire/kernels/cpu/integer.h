@@ -60,6 +60,12 @@ INLINE int64_t int_panel_bytes(const int_part *p, int64_t k) {
     return scales_bytes(p, k) + k / step_of(p) * code_bytes(p);
 }
 
+/* A slice of k ends at column `end`; then it is added to the sum before it on the stack, and their sum to the one before
+ * that, `merges` times in all, as in linear.c. */
+typedef struct {
+    int64_t end, merges;
+} int_slice;
+
 /* How the codes lie that a tile reads. */
 enum {
     NIBBLES = 0, /* two quads in 64 bytes */
@@ -81,8 +87,9 @@ typedef struct {
     int64_t codes_stride, scales_stride; /* bytes from panel to panel */
     int64_t scale_bytes, scale_row, steps_of_group, quads;
     int64_t first, last;
+    const int_slice *slices; /* for kernels of all slices, instead of first and last */
     int zero_init;          /* whether init is zero everywhere */
-    float *sums;            /* [rows][panels * COLS] */
+    float *sums;            /* [rows][panels * COLS], one such for each slice that a tree leaves */
 } int_tile;
 
 typedef void (*int_tile_fn)(const int_tile *t, int rows, int panels, int mode, int offsets);
@@ -90,7 +97,7 @@ typedef void (*int_tile_fn)(const int_tile *t, int rows, int panels, int mode, i
 /* A kernel: its tile, how large a tile may be, what it subtracts from WIDE codes (0 or 128), its dot products of queries
  * and keys, which subtract the same from codes of keys; whether it reads codes one a byte only, and scales of x step by
  * step instead of row by row. Fewer than `least` rows are left to another kernel, `few`. `begin` and `end`, where a kernel
- * has them, stand around its tiles. */
+ * has them, stand around its tiles. With `all_slices` a tile takes all slices of k and adds them in their tree. */
 typedef struct int_kernel {
     const char *name;
     int_tile_fn tile;
@@ -101,6 +108,7 @@ typedef struct int_kernel {
     const struct int_kernel *few;
     void (*begin)(int64_t quads);
     void (*end)(void);
+    int all_slices;
 } int_kernel;
 
 /* NULL where the library was not built for it or the processor has no such instructions. */

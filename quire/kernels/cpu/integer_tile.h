@@ -4,7 +4,7 @@
  *   q_codes            a vector of codes as q_dot wants them: q_codes q_prepare(qi raw, int wide)
  *   q_load, q_low, q_high                 bytes; their low and high nibbles
  *   q_int(p), q_float(p)                  an integer, a float at p, in every lane
- *   q_four             four bytes for every lane as q_dot wants them, or where they lie: q_four q_x(p)
+ *   q_four             four bytes for every lane as q_dot wants them: q_four q_x(p)
  *   q_dot(qi acc, q_codes w, q_four x, int wide)
  *   q_flush(qf d, qf dx, qi sum, qf acc)  fma(d * dx, (float)sum, acc)
  *   q_fma, q_zero, q_store, q_scales(p, bytes)

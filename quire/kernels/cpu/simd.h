@@ -142,6 +142,21 @@ INLINE vf bytes_to_float(const void *p) {
 #endif
 }
 
+/* VL numbers of half precision at p as floats. */
+INLINE vf halves_to_float(const void *p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(p));
+#elif defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128(p));
+#else
+    _Float16 halves[VL];
+    vf x;
+    memcpy(halves, p, sizeof halves);
+    for (int i = 0; i < VL; i++) x[i] = (float)halves[i];
+    return x;
+#endif
+}
+
 INLINE vi load_i(const void *p) {
     vi v;
     memcpy(&v, p, sizeof v);
