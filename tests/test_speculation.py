@@ -18,6 +18,7 @@ from quire.errors import ConfigError
 from quire.fuzz.run import _tokenizer
 from quire.sampling.reference import ReferenceRow, probabilities
 from tests.checkpoints import make_checkpoint
+from tests.eagle_heads import make_head
 from tests.engine_capture import Bits, record_logits
 from tests.speculation.test_verify import chi_square_p_value
 
@@ -229,7 +230,8 @@ def test_what_follows_a_stop_token_is_not_proposed_to_others(checkpoint: Path) -
     assert list(kept[-2:]) == [stop, -1]
 
 
-@pytest.mark.parametrize("method", ["ngram", "ngram tree", "draft_model", "draft_model tree", "skip_layers"])
+@pytest.mark.parametrize("method", ["ngram", "ngram tree", "suffix", "suffix tree", "draft_model", "draft_model tree",
+                                    "skip_layers", "skip_layers tree", "eagle", "eagle tree"])
 def test_continuations_under_rejection_sampling_are_distributed_as_plain_ones(
         tmp_path: Path, method: str) -> None:
     """Three tokens of a model of five: the first is drawn plainly, the other two by way of drafts."""
@@ -240,27 +242,28 @@ def test_continuations_under_rejection_sampling_are_distributed_as_plain_ones(
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
     own: dict[str, Any] = {"draft_model": {"model": str(tmp_path / "draft"), "load_format": "dummy"},
-                           "ngram tree": {"tree": {"width": 3, "depth": 2, "nodes": 5}}}
-    own["draft_model tree"] = own["draft_model"] | own["ngram tree"]
+                           "eagle": {"model": str(make_head(tmp_path / "head", tmp_path / "target", "eagle"))}}
+    kind, _, shape = method.partition(" ")
+    chosen = own.get(kind, {}) | ({"tree": {"width": 3, "depth": 2, "nodes": 5}} if shape else {})
     # Weights of this seed make p and q differ so much that a residual of p instead of p - q is seen (p-value 1e-60);
     # with the default's it is not.
     options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "seed": 1, "num_threads": 1}
     prompt = [1, 2, 3, 1, 2, 4, 1, 2]
     # A tree's nodes lie where the next tokens will: there is room for five of them only where so many may come.
-    wanted = SamplingParams(temperature=0.7, top_p=0.95, presence_penalty=0.4, max_tokens=7 if "tree" in method else 3,
+    wanted = SamplingParams(temperature=0.7, top_p=0.95, presence_penalty=0.4, max_tokens=7 if shape else 3,
                             n=64, ignore_eos=True)
     with LLM(str(tmp_path / "target"), **options) as llm:
         expected = _exact_continuations(llm, prompt, wanted)
-    config_of = speculating(method.split()[0], k=2, verifier="rejection", **own.get(method, {}))
+    config_of = speculating(kind, k=2, verifier="rejection", **chosen)
     counts: Counter[tuple[int, ...]] = Counter()
-    requests = _REQUESTS // 3 if "tree" in method else _REQUESTS  # trees are judged one by one
+    requests = _REQUESTS // 3 if shape else _REQUESTS  # trees are judged one by one
     with LLM(str(tmp_path / "target"), **options, **config_of) as llm:
         for seed in range(requests):
             output = llm.generate([prompt], replace(wanted, seed=seed), use_tqdm=False)[0]
             counts.update(tuple(one.token_ids[:3]) for one in output.outputs)
         metrics = llm.metrics()
     assert 0.02 < metrics["spec_acceptance_rate"] < 0.98
-    assert (metrics["spec_draft_tokens_at_1"] > 1.2 * metrics["spec_verifications"]) == ("tree" in method)
+    assert (metrics["spec_draft_tokens_at_1"] > 1.2 * metrics["spec_verifications"]) == bool(shape)
     total = 64 * requests
     places = sorted(expected)
     assert set(counts) <= {place for place in places if expected[place] > 0}
