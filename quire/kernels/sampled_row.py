@@ -1,6 +1,6 @@
 """Where the numbers of a row that is sampled with more than a temperature lie, as kernels read them: int32 words.
 
-A step sends one buffer: a head, the rows, changes of single logits, the tokens of bad words, masks. What lies behind
+They lie in one buffer: a head, the rows, changes of single logits, the tokens of bad words, masks. What lies behind
 the rows begins wherever the head says, so that a captured launch serves steps of any content.
 """
 

@@ -128,7 +128,8 @@ class StreamWaits(DeviceWaits):
         # priority than streams of steps: those of one priority share a few queues of the GPU, and the one that is to
         # end a wait must not stand in a queue behind it.
         self._side = torch.cuda.Stream(device, priority=-1)
-        self._set(self._side, torch.zeros(1, dtype=torch.int32, device=device).data_ptr(), 0)
+        tried = torch.zeros(1, dtype=torch.int32, device=device)
+        self._set(self._side, tried.data_ptr(), 0)
         torch.cuda.synchronize(device)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look, name="quire-waits", daemon=True)

@@ -18,6 +18,8 @@ from quire.sampling.params import SamplingParams
 
 MORE: Final[dict[str, dict[str, Any]]] = {"top_p 0.5": {"top_p": 0.5}, "top_k 1000": {"top_k": 1000}}
 _TEXT = 128
+_LAUNCHES = 128
+"""Of one setting, at most: each draws the next position."""
 _PROFILED = 20
 
 
@@ -56,8 +58,9 @@ def step_of(count: int, vocab: int, kind: str, chosen: dict[str, Any], device: s
     wants = stage.wants if stage.wants & ~Wants.LOGPROBS else stage.wants | Wants.DRAW
     ints = partial(torch.zeros, dtype=torch.int32, device=device)
     step = SampledStep(
-        words, logits_of(count, vocab, kind).to(device, torch.bfloat16), ints(count, _TEXT + 1), ints(1, count, 2),
-        ints(1, count, sampled_row.REPORT_WORDS), torch.empty(count if wants.edits else 0, vocab, device=device),
+        words, logits_of(count, vocab, kind).to(device, torch.bfloat16), ints(count, _TEXT + _LAUNCHES),
+        ints(1, count, 2), ints(1, count, sampled_row.REPORT_WORDS),
+        torch.empty(count if wants.edits else 0, vocab, device=device),
         ints(count if wants & Wants.PENALTIES else 0, vocab))  # fmt: skip
     return step, wants, SampleScratch.allocate(count, vocab, device)
 

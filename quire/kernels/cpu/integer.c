@@ -180,6 +180,10 @@ static void prepare_row(void *arg, int64_t r) {
         job->dx[at] = scale;
         job->init[at] = zero * sum;
         job->shift[at] = scale * (float)sum;
+        /* AMX takes rows in fours: what stands after the last must not be slow to multiply with. */
+        if (job->kernel->steps_first && r == job->rows - 1)
+            for (int64_t beyond = at + 1; beyond < at + 4; beyond++)
+                job->dx[beyond] = job->shift[beyond] = 0.0f, job->init[beyond] = 0;
     }
 }
 

@@ -1,9 +1,9 @@
 """Runs the sampling kernels for the rows of a step that ask for more than a temperature, from captured graphs.
 
 A graph serves a number of rows and a set of wishes (`Wants`): few kernels each, captured when first asked for. What the
-kernels need beside the logits is staged in one copy; a step of the same rows, each a position further, finds it there
-already. Memory for changed logits and for token counts is allocated
-when somebody asks for such; graphs that knew the old places are captured again.
+kernels need beside the logits is staged in one copy; a replayed step of the same rows, each a position further, finds
+it there already, unless masks or bans change from token to token. Memory for changed logits and for token counts is
+allocated when somebody asks for such; graphs that knew the old places are captured again.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class SampledSteps:
         if wants.edits and step.edited.shape[0] < rows:
             step.edited = step.edited[:0]
             step.edited = torch.empty(rows, self._vocab, device=self._device)
-        if wants & Wants.PENALTIES and step.counts.shape[0] < self._counts.size:
+        # `fresh` may be of rows of a later pass, which has penalties where this one has none.
+        if (wants & Wants.PENALTIES or fresh) and step.counts.shape[0] < self._counts.size:
             size = max(self._counts.size, min(2 * step.counts.shape[0], self._table.num_rows), min(16, self._most))
             counts = torch.zeros(size, self._vocab, dtype=torch.int32, device=self._device)
             counts[: step.counts.shape[0]] = step.counts

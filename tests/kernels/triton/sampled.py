@@ -107,6 +107,7 @@ class Drawn:
                            [case.mask for case in cases], np.where(penalised, places, -1), np.zeros_like(places))
         stage = SampledStage(rows, [RowSettings.of(case.start, vocab) for case in cases], vocab)
         words = torch.from_numpy(stage.words(count + padding, 1)).to(device)
+        self.staged = words.cpu().clone()
         self.wants = stage.wants
         self.tokens = tokens.to(device)
         out = torch.zeros(2, count, 2, dtype=torch.int32, device=device)
@@ -116,6 +117,8 @@ class Drawn:
         self.scratch = memory = SampleScratch.allocate(count + padding, vocab, device, **scratch)
         step = SampledStep(words, logits, self.tokens, out, report, edited, counts)
         sample_rows(step, count + padding, self.wants | sampled_row.Wants.DRAW, memory)
+        self.advanced = words.cpu()
+        """What was staged, and what the draw has left of it."""
         self.token_ids, self.status = out[1, :, 0].cpu(), out[1, :, 1].cpu()
         self.report = report[1].cpu()
         self.written = [int(self.tokens[row, len(case.text)]) if len(case.text) < MAX_LEN else None

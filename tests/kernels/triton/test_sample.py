@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.kernels import sampled_row as at
 from quire.kernels.triton.nucleus_rows import draw_nucleus
 from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.params import SamplingParams
@@ -34,6 +35,21 @@ def drawn_and_expected(logits: torch.Tensor, params: list[SamplingParams]) -> tu
     cases = [Case(RowStart(row, [5], 1, each, 7 + row, 0, stop_ids=[], bad_words=[]), [5], b"")
              for row, each in enumerate(params)]
     return Drawn(logits, cases, padding=0).token_ids.tolist(), reference(logits, cases).token_ids.tolist()
+
+
+@pytest.mark.parametrize("count", [1, 5, 300])
+def test_a_draw_leaves_its_rows_as_their_next_draw_needs_them(count: int) -> None:
+    kinds = [{"top_p": 0.9}, {"presence_penalty": 0.5, "logprobs": 2}, {"logit_bias": {3: 1.0}}]
+    cases = [Case(RowStart(row, [5] * (1 + row % 7), 1, SamplingParams(**kinds[row % 3]), row, 0, stop_ids=[],
+                           bad_words=[]), [5] * (1 + row % 7), b"") for row in range(count)]  # fmt: skip
+    drawn = Drawn(torch.randn(count, 70, generator=torch.Generator().manual_seed(1)).to(DEVICE), cases, padding=0)
+    before, after = drawn.staged, drawn.advanced
+    rows, changed = slice(at.HEAD, at.HEAD + count * at.WORDS), before.clone()
+    mine = changed[rows].view(count, at.WORDS)
+    mine[:, at.COUNTED] = mine[:, at.POSITION]
+    mine[:, at.POSITION] += 1
+    changed[at.RING] = 0  # of two slots, after the second
+    assert int(before[at.RING]) == 1 and after.tolist() == changed.tolist()
 
 
 @pytest.mark.parametrize("top_p", [0.5, 1e-3])

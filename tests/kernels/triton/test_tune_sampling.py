@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.bench.gpu.sampling import SETTINGS
-from quire.bench.gpu.tune_sampling import MORE, step_of
+from quire.bench.gpu.tune_sampling import _TEXT, MORE, step_of
 from quire.kernels.triton.sample import sample_rows
 
 
@@ -17,5 +17,6 @@ def test_every_step_draws(name: str, kind: str) -> None:
     step, wants, scratch = step_of(3, 700, kind, {**SETTINGS, **MORE}[name], "cpu")
     sample_rows(step, 3, wants, scratch)
     tokens, statuses = step.out[0, :, 0].tolist(), step.out[0, :, 1].tolist()
-    assert statuses == [0, 0, 0] and tokens == step.tokens[:, -1].tolist() and all(0 <= token < 700 for token in tokens)
+    assert statuses == [0, 0, 0] and tokens == step.tokens[:, _TEXT].tolist()
+    assert all(0 <= token < 700 for token in tokens)
     assert kind == "flat" or max(tokens) < 40

@@ -99,7 +99,7 @@ class Launched:
 
 def test_a_step_of_the_same_rows_sends_nothing_and_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
-        pytest.skip("the GPU suite runs this compiled")
+        pytest.skip("by the interpreter; `test_sample.py` looks at what the compiled kernel leaves")
     monkeypatch.setattr(sampled_steps, "GraphCache", Launched)
 
     def requests() -> list[Request]:
@@ -118,6 +118,23 @@ def test_a_step_of_the_same_rows_sends_nothing_and_draws_the_same(monkeypatch: p
         assert pool is None or len(sent) < 0.6 * len(passes)
         sent.clear()
     assert found[0] == found[1]
+
+
+def test_rows_of_a_later_pass_may_be_the_first_with_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("by the interpreter")
+    monkeypatch.setattr(sampled_steps, "AT_ONCE", 2)
+    penalised = {"temperature": 0.8, "presence_penalty": 0.7}
+
+    def requests() -> list[Request]:
+        return [Request(f"r{i}", [i + 1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True, **chosen), seed=i,
+                        arrival_time=0.0) for i, chosen in enumerate([KINDS[0], KINDS[0], penalised])]  # fmt: skip
+
+    core = engines.make_engine(CONFIG, device=True, depth=2)
+    passes, _ = _sampled(core, ())
+    found = engines.run(core, requests())
+    assert found == engines.run(engines.make_engine(CONFIG, device=False), requests())
+    assert passes and max(passes) <= 2
 
 
 def _rows(*numbers: tuple[int, int, int], **more: Any) -> SampledRows:
