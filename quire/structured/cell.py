@@ -87,7 +87,7 @@ def nursery(control: socket.socket, read: Callable[[], Vocabulary], limits: Cell
             ) -> NoReturn:
     """Fork a process for each grammar that is asked for, until the other side closes."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
-    _tell(control, pid=os.getpid())
+    _announce(control, pid=os.getpid())
     vocabulary: Vocabulary | None = None
     compiler, problem = None, "the vocabulary could not be read"
     try:
@@ -97,7 +97,7 @@ def nursery(control: socket.socket, read: Callable[[], Vocabulary], limits: Cell
         problem = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
     gc.collect()
     gc.freeze()
-    _tell(control, ready=vocabulary is not None)
+    _announce(control, ready=vocabulary is not None)
     while True:
         data, fds, _, _ = socket.recv_fds(control, PACKET_BYTES, 1)
         if not data:
@@ -120,6 +120,13 @@ def _ends_with(work: Callable[[], None]) -> NoReturn:
         code = 0  # the engine has gone
     finally:
         os._exit(code)
+
+
+def _announce(control: socket.socket, **fields: Any) -> None:
+    try:
+        _tell(control, **fields)
+    except BrokenPipeError:
+        os._exit(0)  # the engine has gone
 
 
 def _tell(link: socket.socket, **fields: Any) -> None:

@@ -207,6 +207,14 @@ def _busy_seconds(pid: int) -> float:
     return total
 
 
+def test_a_nursery_whose_engine_has_gone_ends_without_a_word() -> None:
+    """Even before it could say that it is there."""
+    code = ("import socket; from quire.structured.cell import nursery, CellLimits; ours, theirs = socket.socketpair(); "
+            "ours.close(); nursery(theirs, lambda: None, CellLimits())")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_long_work_ends_with_the_engine_that_wanted_it() -> None:
     """An engine that is killed cannot tell anybody; what compiles for it sees its socket close."""
     code = ("import socket, sys, time; from quire.structured.cell import nursery, CellLimits; "
