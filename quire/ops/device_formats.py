@@ -34,6 +34,7 @@ from quire.ops.device_weights import BytesLinear, CodesLinear, QuantizedLinear, 
 _EARLY_ROWS = 512
 _UNIT = 16
 """Features and columns of a weight of bytes come in multiples of so many: what the library's GEMM takes."""
+_ROW_KERNELS = ("row", "norm_then_row")
 INT8_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (1 << 62, (128, 256, 128, 8, 3)))
 """Up to so many rows: the tile of an int8 GEMM. Not timed yet."""
 
@@ -184,24 +185,27 @@ class DeviceFormats:
         else:
             choice = self._row_choice(x, w, gemm_table.GATED if gated else gemm_table.NORM)
             if choice is not None:
-                return linear_row(x, w.weight, w.bias, None, scales=w.scales, norm=gain, eps=eps, gated=gated, out=out,
-                                  sizes=choice, pdl=self._pdl)
+                sizes, apart = choice
+                x = norm.rms_norm(x, gain, eps, pdl=self._pdl) if apart else x
+                return linear_row(x, w.weight, w.bias, None, scales=w.scales, norm=None if apart else gain, eps=eps,
+                                  gated=gated, out=out, sizes=sizes, pdl=self._pdl)
             rows = coded_rows.norm_rows(x, None, gain, eps, w.input_scale, dtype=w.weight.dtype, pdl=self._pdl)
             found = self._bytes(rows, w, None, None if gated else out)
         return activation.act_mul(found, gated, pdl=self._pdl) if gated else found
 
-    def _row_choice(self, x: Tensor, w: BytesLinear, form: str) -> RowShape | None:
-        """How the kernel of one row runs it, which keeps its own type; None: rows become codes."""
+    def _row_choice(self, x: Tensor, w: BytesLinear, form: str) -> tuple[RowShape, bool] | None:
+        """How the kernel of one row runs it, which keeps its own type, and whether its norm is a kernel of its own;
+        None: rows become codes."""
         if x.shape[0] != 1 or self._deterministic or w.scales.dim() != 1 or w.input_scale is not None:
             return None
         choice = gemm_table.lookup(1, w.out_features, w.in_features, x.dtype, gemm_table.FP8 + form)
-        return RowShape(*choice.sizes) if choice.kernel == "row" else None
+        return (RowShape(*choice.sizes), choice.kernel != "row") if choice.kernel in _ROW_KERNELS else None
 
     def _bytes(self, x: Tensor | CodedRows, w: BytesLinear, residual: Tensor | None, out: Tensor | None) -> Tensor:
         if isinstance(x, Tensor):
             row = self._row_choice(x, w, gemm_table.PLAIN)
             if row is not None:
-                return linear_row(x, w.weight, w.bias, residual, scales=w.scales, out=out, sizes=row, pdl=self._pdl)
+                return linear_row(x, w.weight, w.bias, residual, scales=w.scales, out=out, sizes=row[0], pdl=self._pdl)
             x = self._rows(x, w)
         rows, sizes = x.shape[0], linear_bytes.BytesShape()
         if w.weight.dtype == torch.int8 and not self._deterministic:

@@ -97,8 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="instead: how far each dtype is from float32 on the CPU (emulated without a GPU)")
     parser.add_argument("--texts", type=int, default=40, help="with --accuracy: how many texts (default: 40)")
     parser.add_argument("--tune-rows", type=int, nargs="+",
-                        help="with --tune and --tune-prefetch: GEMMs of how many rows (default: all in the "
-                             "table)")
+                        help="with --tune, --tune-prefetch and --gemm: GEMMs of how many rows (default: all in the "
+                             "table; --gemm some)")
     parser.add_argument("--tune", metavar="FILE", help="instead: time GEMMs of few rows, write the table here")
     parser.add_argument("--tune-prefetch", metavar="FILE",
                         help="instead: time GEMMs that prefetch their weights, add those that win to the table in "
@@ -107,6 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="instead: time cuBLASLt's algorithms, add those that win to the table in this file")
     parser.add_argument("--gemm", nargs="+", choices=("fp8", "int8", "int4"),
                         help="instead: GEMMs of quantized weights of the models' shapes, every kernel and its limit")
+    parser.add_argument("--tune-quantized", metavar="FILE",
+                        help="with --gemm: add the fastest kernels of fp8 and int4 to the table in this file")
     parser.add_argument("--mixed", action="store_true",
                         help="instead: small steps of a short prompt beside eight decoding sequences")
     parser.add_argument("--heads", action="store_true",
@@ -141,7 +143,8 @@ def run(args: argparse.Namespace) -> int:
     if args.gemm:
         from quire.bench.gpu import gemm
 
-        gemm.measure(args.models, args.gemm, lambda line: _show(args, line, gemm.text(line)))
+        gemm.measure(args.models, args.gemm, lambda line: _show(args, line, gemm.text(line)), args.tune_rows,
+                     args.tune_quantized)
         return 0
     if args.serve:
         from quire.bench.gpu import serve as gpu_serve

@@ -3,7 +3,7 @@
 First what the matrix units reach in fp8. Then, for the weights of a layer and 1 to 2,048 rows, the time of each kernel
 in a captured graph over weights too large for the cache, behind the norm that quantizes its rows, and the share of the
 limit: bytes of the weight over bandwidth, or operations over rate. A wrong result is left out and said so. Kernels are
-compiled beforehand by one process for each weight.
+compiled beforehand by one process for each weight. `--tune-quantized FILE` adds the fastest to the GEMM table.
 """
 
 from __future__ import annotations
@@ -17,26 +17,37 @@ from functools import partial
 from typing import Any
 
 from quire.bench.gpu.cases import FLOPS, READ_BANDWIDTH
-from quire.bench.gpu.tune import graph_seconds, weights_of
+from quire.bench.gpu.tune import graph_seconds, weights_of, write
 from quire.bench.gpu.tune_prefetch import rings_of
 from quire.child import child_environment, module_command
 
 ROWS = (1, 16, 64, 256, 2048)
-_ROW_SIZES = ((1, 2048, 4), (1, 4096, 8), (2, 1024, 4), (2, 2048, 4), (4, 1024, 4))
-_CODES_SIZES = ((6, 4, 1), (8, 4, 1), (12, 2, 1), (6, 4, 0))
+_ROW_SIZES = ((1, 2048, 4), (1, 4096, 8), (2, 1024, 2), (2, 1024, 4), (2, 2048, 4), (4, 512, 1), (4, 1024, 2),
+              (4, 1024, 4), (4, 2048, 4), (8, 1024, 4))
+_CODES_SIZES = ((4, 4, 1), (6, 4, 1), (8, 4, 1), (8, 2, 1), (6, 2, 1), (6, 2, 2), (4, 4, 2), (3, 4, 2), (4, 2, 1),
+                (3, 2, 1), (2, 4, 1), (5, 1, 1), (5, 1, 0))
+_SMALL_RINGS = ((1, 5, 2, 0), (1, 3, 4, 0), (1, 6, 2, 1), (1, 5, 2, 2))
+"""Of fp8 at one row: two programs of them, and so two kernels, have room on a multiprocessor."""
 _TILES = ((64, 128, 128, 4, 4), (128, 128, 128, 8, 4), (128, 256, 128, 8, 3))
 _INT8_TILES = ((16, 32, 256, 4, 4), (16, 64, 256, 4, 4), (64, 64, 128, 4, 4), (128, 128, 128, 8, 4),
                (128, 256, 128, 8, 3))
 _LEAST_BYTES = 2e8
-_MOST_ERROR = 0.03
+_MOST_ERROR = 0.06
+"""Of rows in fp8 under a gate: 2.6% of each half's sums."""
 _GROUP = 128
 Ways = dict[str, Callable[[Any], Any]]
 
 
-def measure(models: list[str], formats: list[str], note: Callable[[dict[str, Any]], None]) -> None:
+def measure(
+    models: list[str], formats: list[str], note: Callable[[dict[str, Any]], None], rows: list[int] | None = None,
+    path: str | None = None,
+) -> None:
+    """`path`: a GEMM table that gets the fastest kernels of fp8 and int4."""
+    counts = rows or list(ROWS)
     here = module_command("quire.bench.gpu.gemm")
     jobs = [(model, index) for model in models for index in range(4)]
-    compiling = [subprocess.Popen([*here, model, str(index), *formats], env=child_environment())
+    compiling = [subprocess.Popen([*here, model, str(index), ",".join(map(str, counts)), *formats],
+                                  env=child_environment())
                  for model, index in jobs]
     rate = FLOPS
     if "fp8" in formats:
@@ -48,8 +59,24 @@ def measure(models: list[str], formats: list[str], note: Callable[[dict[str, Any
         process.wait()
     for form in formats:
         for model, index in jobs:
-            for line in _weight(model, index, form, rate, dry=False):
+            found = []
+            for line in _weight(model, index, form, rate, counts, dry=False):
                 note(line)
+                found += _entries(line)
+            if path is not None and found:
+                write(path, found)
+
+
+def _entries(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of the GEMM table. Kernels that fuse no norm are asked for by the plain form, at one row too."""
+    kernel, *sizes = line["best"].split(" ")
+    if line["format"] == "int8":
+        return []
+    forms = {line["form"]} if kernel.endswith("row") else {line["form"], "plain"}
+    chosen = {"kernel": "library" if kernel == "unpacked" else kernel, "sizes": [int(size) for size in sizes],
+              "us": line["us"][line["best"]]}
+    return [{"rows": line["rows"], "features": line["features"], "width": line["width"],
+             "form": f"{line['format']} {form}", **chosen} for form in sorted(forms)]
 
 
 def text(line: dict[str, Any]) -> str:
@@ -82,11 +109,13 @@ def _ceilings() -> dict[str, float]:
     return found
 
 
-def _weight(model: str, index: int, format_: str, rate: float, dry: bool) -> Iterator[dict[str, Any]]:
+def _weight(
+    model: str, index: int, format_: str, rate: float, counts: list[int], dry: bool
+) -> Iterator[dict[str, Any]]:
     form, features, width = weights_of(model)[index]
     make = {"fp8": _Fp8, "int8": _Int8, "int4": _Int4}[format_]
     around = make(form, features, width, 1 if dry else max(2, math.ceil(_LEAST_BYTES / (features * width / 2))))
-    for rows in ROWS:
+    for rows in counts:
         seconds: dict[str, float] = {}
         around.begin(rows)
         for name, way in around.ways(rows).items():
@@ -189,10 +218,10 @@ class _Fp8(_Around):
 
         found: Ways = {"library": self._library}
         if rows == 1:
-            for size in _ROW_SIZES:
-                found["row " + " ".join(map(str, size))] = partial(self._row, size)
+            found |= self._one_row()
         if rows <= 256:
-            for shape in rings_of(self.features, self.width, rows, 1):
+            rings = [*rings_of(self.features, self.width, rows, 1), *(_SMALL_RINGS if rows == 1 else ())]
+            for shape in rings:
                 found["prefetch " + " ".join(map(str, shape))] = partial(self._prefetch, PrefetchShape(*shape))
         for tile in _TILES[:1] if rows <= 64 else _TILES[1:]:
             found["tiles " + " ".join(map(str, tile))] = partial(self._tiles, BytesShape(*tile))
@@ -210,13 +239,25 @@ class _Fp8(_Around):
         added = self._added()
         return self.ended(found if added is None else found.add_(added))
 
-    def _row(self, shape: tuple[int, ...], weight: Any) -> Any:
-        from quire.kernels.triton.linear_row import RowShape, linear_row
+    def _one_row(self) -> Ways:
+        found: Ways = {}
+        for size in _ROW_SIZES:
+            name = " ".join(map(str, size))
+            found["row " + name] = partial(self._row, size, False)
+            if self.form != "plain":
+                found["norm_then_row " + name] = partial(self._row, size, True)
+        return found
 
-        normed = {"norm": self.gain, "eps": 1e-6}
-        fused: dict[str, Any] = {"residual": self.residual} if self.form == "plain" else normed
+    def _row(self, shape: tuple[int, ...], apart: bool, weight: Any) -> Any:
+        """`apart`: the norm in its own kernel."""
+        from quire.kernels.triton.linear_row import RowShape, linear_row
+        from quire.kernels.triton.norm import rms_norm
+
+        fused: dict[str, Any] = {} if apart else {"norm": self.gain, "eps": 1e-6}
+        fused = {"residual": self.residual} if self.form == "plain" else fused
         gated = "silu" if self.form == "gated" else None
-        return linear_row(self.x, weight[0], scales=weight[1], gated=gated, sizes=RowShape(*shape), pdl=True, **fused)
+        x = rms_norm(self.x, self.gain, 1e-6, pdl=True) if apart else self.x
+        return linear_row(x, weight[0], scales=weight[1], gated=gated, sizes=RowShape(*shape), pdl=True, **fused)
 
     def _prefetch(self, sizes: Any, weight: Any) -> Any:
         from quire.kernels.triton.linear_prefetch import linear_prefetch
@@ -252,8 +293,7 @@ class _Int8(_Fp8):
 
         found: Ways = {} if rows <= 16 else {"library": self._library}
         if rows == 1:
-            for size in _ROW_SIZES:
-                found["row " + " ".join(map(str, size))] = partial(self._row, size)
+            found |= self._one_row()
         for tile in _INT8_TILES[:3] if rows <= 64 else _INT8_TILES[2:]:
             found["tiles " + " ".join(map(str, tile))] = partial(self._tiles, BytesShape(*tile))
         return found
@@ -293,8 +333,6 @@ class _Int4(_Around):
         for shape in _CODES_SIZES if rows <= 256 else ():
             if fits(rows, self.weights[0], CodesShape(*shape), self.scratch):
                 found["codes " + " ".join(map(str, shape))] = partial(self._codes, CodesShape(*shape))
-        if rows <= 256:
-            found["codes 4 2 1"] = partial(self._codes, CodesShape(4, 2, 1))
         if rows >= 256:
             found["unpacked"] = self._unpacked
         return found
@@ -315,5 +353,6 @@ class _Int4(_Around):
 
 
 if __name__ == "__main__":
-    for each in sys.argv[3:]:
-        list(_weight(sys.argv[1], int(sys.argv[2]), each, FLOPS, dry=True))
+    rows_given = [int(count) for count in sys.argv[3].split(",")]
+    for each in sys.argv[4:]:
+        list(_weight(sys.argv[1], int(sys.argv[2]), each, FLOPS, rows_given, dry=True))

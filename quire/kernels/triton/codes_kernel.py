@@ -13,12 +13,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.triton.prefetch_kernel import load_turns, store_tile, whole_tile
+from quire.kernels.triton.prefetch_kernel import load_rows, load_weights, store_tile, whole_tile
 
 
 def _unpacking(kind: str, one: str, eight: str) -> str:
@@ -58,10 +59,10 @@ def _scaled(codes, scale, offset):
 
 @gluon.jit
 def _operand(
-    ring, place, scales, PART: gl.constexpr, DEPTH: gl.constexpr, KIND: gl.constexpr, WORDS: gl.constexpr,
+    ring, place, PART: gl.constexpr, DEPTH: gl.constexpr, KIND: gl.constexpr, WORDS: gl.constexpr,
     OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """[128, DEPTH] floats of a slab, from column PART * DEPTH on."""
+    """[128, DEPTH] codes less 8 as floats of a slab, from column PART * DEPTH on."""
     PER: gl.constexpr = DEPTH // 16
     words = ring.index(place).slice(PART * 8 * PER, 8 * PER, dim=0).load(WORDS)
     a, b, c, d, e, f, g, h = _codes(words, KIND)
@@ -70,7 +71,12 @@ def _operand(
     high = gl.join(gl.join(e, f), gl.join(g, h))
     codes = gl.join(low, high).reshape([8, 8, 4, PER, 2, 2, 2])
     codes = codes.permute([0, 5, 1, 3, 6, 2, 4]).reshape([128, DEPTH])
-    codes = gl.convert_layout(codes, OPERAND, assert_trivial=True)
+    return gl.convert_layout(codes, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _weights(codes, scales):
+    """Codes times their scale plus their offset, in the operand's type."""
     scale = (scales & 0xFFFF).to(gl.int16).to(codes.dtype, bitcast=True)
     offset = (scales >> 16).to(gl.int16).to(codes.dtype, bitcast=True)
     scale, _ = gl.broadcast(scale[:, None], codes)
@@ -79,36 +85,140 @@ def _operand(
 
 
 @gluon.jit
-def _scales_of(
-    scales, turn, turns, num_features, SLABS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr,
-    OPERAND: gl.constexpr,
+def _load_scales(
+    scales, full, ring, turn, stage, turns, num_features, SLABS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr
+):
+    """Of every RUN columns of a turn 128 words: scale and offset of every feature of its tile."""
+    RUNS: gl.constexpr = SLABS * 64 // RUN
+    for run in gl.static_range(RUNS):
+        group = (turn % turns * SLABS * 64 + run * RUN) // GROUP
+        place = [group * num_features + turn // turns * 128]
+        tma.async_copy_global_to_shared(scales, place, full.index(stage), ring.index(stage * RUNS + run))
+
+
+@gluon.jit
+def _load_turns(
+    weight, x, scales, w_ring, x_ring, s_ring, full, free, num_features, begin, end, turns,
+    STAGES: gl.constexpr, SLABS: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr, BOXES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Of every DEPTH columns of a turn int32 [128]: scale and offset of every feature of its tile."""
-    feature = turn // turns * 128 + gl.arange(0, 128, layout=gl.SliceLayout(1, OPERAND))
-    real = feature < num_features
-    place = scales + feature
-    first = turn % turns * SLABS * 64
-    found = (gl.load(place + first // GROUP * num_features, mask=real, other=0),)
-    for part in gl.static_range(1, SLABS * 64 // DEPTH):
-        group = (first + part * DEPTH) // GROUP
-        more = gl.load(place + group * num_features, mask=real, other=0)
-        found = found + (more,)  # type: ignore[assignment]  # noqa: RUF005
+    """The loading warp: prefetches codes and their scales at once, loads rows when the previous kernel has ended."""
+    ROWS: gl.constexpr = SLABS * BOXES * x.block_type.nbytes
+    BYTES: gl.constexpr = SLABS * weight.block_type.nbytes + SLABS * 64 // RUN * scales.block_type.nbytes + ROWS
+    early = gl.minimum(begin + STAGES, end)
+    for turn in range(begin, early):
+        load_weights(weight, full, w_ring, turn, turn - begin, turns, 1, SLABS, BYTES)
+        _load_scales(scales, full, s_ring, turn, turn - begin, turns, num_features, SLABS, RUN, GROUP)
+    if PDL:
+        gdc_wait()
+    for turn in range(begin, early):
+        load_rows(x, full, x_ring, turn, turn - begin, turns, SLABS, BOXES)
+    for turn in range(early, end):
+        done = turn - begin
+        stage = done % STAGES
+        mbarrier.wait(free.index(stage), done // STAGES - 1 & 1)
+        load_weights(weight, full, w_ring, turn, stage, turns, 1, SLABS, BYTES)
+        _load_scales(scales, full, s_ring, turn, stage, turns, num_features, SLABS, RUN, GROUP)
+        load_rows(x, full, x_ring, turn, stage, turns, SLABS, BOXES)
+
+
+@gluon.jit
+def _scales_of(ring, stage, RUNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Those of a turn, int32 [128] for each run of its columns."""
+    found = (ring.index(stage * RUNS).load(LAYOUT),)
+    for run in gl.static_range(1, RUNS):
+        found = found + (ring.index(stage * RUNS + run).load(LAYOUT),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
 @gluon.jit
-def _multiply_codes(
-    w_ring, x_ring, full, free, scales, bias, residual, out, partial, arrived, num_rows, num_features, begin, end,
-    turns, total,
-    STAGES: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr, PDL: gl.constexpr, WORDS: gl.constexpr, SUMS: gl.constexpr, STORED: gl.constexpr,
+def _add_weights(
+    w_ring, x_ring, stage, held, sums,
+    SLABS: gl.constexpr, DEPTH: gl.constexpr, RUN: gl.constexpr, WORDS: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps: one tile after another, each turn as soon as it is loaded."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    ROWS: gl.constexpr = x_ring.shape[1]
+    """A turn added to the sums: each code becomes a weight before it is multiplied. The next operand is made while the
+    tensor cores work on the one before, whose registers they read until they are done."""
     KIND: gl.constexpr = x_ring.dtype
     PARTS: gl.constexpr = 64 // DEPTH
-    held = _scales_of(scales, begin, turns, num_features, SLABS, DEPTH, GROUP, OPERAND)
+    operand = _weights(_operand(w_ring, stage * SLABS, 0, DEPTH, KIND, WORDS, OPERAND), held[0])
+    for part in gl.static_range(SLABS * PARTS):
+        rows = x_ring.index(stage * SLABS + part // PARTS).slice(part % PARTS * DEPTH, DEPTH, dim=1).permute((1, 0))
+        sums = warpgroup_mma(operand, rows, sums, is_async=True)
+        if part + 1 < SLABS * PARTS:
+            place = stage * SLABS + (part + 1) // PARTS
+            codes = _operand(w_ring, place, (part + 1) % PARTS, DEPTH, KIND, WORDS, OPERAND)
+            following = _weights(codes, held[(part + 1) * DEPTH // RUN])
+            sums, operand = warpgroup_mma_wait(0, deps=(sums, operand))
+            operand = following
+        else:
+            sums, operand = warpgroup_mma_wait(0, deps=(sums, operand))
+    return sums
+
+
+@gluon.jit
+def _add_run(sums, run, plain, scales, OFFSETS: gl.constexpr, KIND: gl.constexpr):
+    """Sums plus what a run of columns with one scale adds: its codes' sums times the scale, its rows' times the
+    offset."""
+    scale = (scales & 0xFFFF).to(gl.int16).to(KIND, bitcast=True).to(gl.float32)
+    sums += run * scale[:, None]
+    if OFFSETS:
+        offset = (scales >> 16).to(gl.int16).to(KIND, bitcast=True).to(gl.float32)
+        sums += plain * offset[:, None]
+    return sums
+
+
+@gluon.jit
+def _add_codes(
+    w_ring, x_ring, stage, held, sums,
+    SLABS: gl.constexpr, DEPTH: gl.constexpr, RUN: gl.constexpr, OFFSETS: gl.constexpr, WORDS: gl.constexpr,
+    OPERAND: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """A turn added to the sums: codes themselves are multiplied, and the sum of each run of RUN columns is scaled. With
+    few rows that is less work than scaling codes. Offsets need the sums of the rows' columns: an operand of ones gives
+    them."""
+    KIND: gl.constexpr = x_ring.dtype
+    PARTS: gl.constexpr = 64 // DEPTH
+    TOTAL: gl.constexpr = SLABS * PARTS
+    EACH: gl.constexpr = RUN // DEPTH
+    zeros = gl.zeros(sums.shape, gl.float32, SUMS)
+    ones = gl.full((128, DEPTH), 1.0, KIND, OPERAND)
+    run = zeros
+    plain = zeros
+    operand = _operand(w_ring, stage * SLABS, 0, DEPTH, KIND, WORDS, OPERAND)
+    for part in gl.static_range(TOTAL):
+        rows = x_ring.index(stage * SLABS + part // PARTS).slice(part % PARTS * DEPTH, DEPTH, dim=1).permute((1, 0))
+        before = run
+        before_plain = plain
+        run = warpgroup_mma(operand, rows, zeros if part % EACH == 0 else run, is_async=True)
+        if OFFSETS:
+            plain = warpgroup_mma(ones, rows, zeros if part % EACH == 0 else plain, is_async=True)
+        if part % EACH == 0 and part > 0:
+            sums = _add_run(sums, before, before_plain, held[part // EACH - 1], OFFSETS, KIND)
+        following = operand
+        if part + 1 < TOTAL:
+            place = stage * SLABS + (part + 1) // PARTS
+            following = _operand(w_ring, place, (part + 1) % PARTS, DEPTH, KIND, WORDS, OPERAND)
+        if OFFSETS:
+            run, plain, operand = warpgroup_mma_wait(0, deps=(run, plain, operand))
+        else:
+            run, operand = warpgroup_mma_wait(0, deps=(run, operand))
+        operand = following
+    return _add_run(sums, run, plain, held[TOTAL // EACH - 1], OFFSETS, KIND)
+
+
+@gluon.jit
+def _multiply_codes(
+    w_ring, x_ring, s_ring, full, free, bias, residual, out, partial, arrived, num_rows, num_features, begin, end,
+    turns, total,
+    STAGES: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr, RUN: gl.constexpr, SUMMED: gl.constexpr,
+    OFFSETS: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr, WORDS: gl.constexpr,
+    SUMS: gl.constexpr, STORED: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps: one tile after another, each turn as soon as it is loaded. SUMMED: sums are scaled, else
+    codes are."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, SUMS if SUMMED else OPERAND)
+    ROWS: gl.constexpr = x_ring.shape[1]
     if PDL:
         gdc_wait()
     for tile in range(begin // turns, (end + turns - 1) // turns):
@@ -118,19 +228,13 @@ def _multiply_codes(
         for turn in range(first, last):
             done = turn - begin
             stage = done % STAGES
-            # Scales of the next turn are loaded while this one is multiplied.
-            after = gl.minimum(turn + 1, end - 1)
-            coming = _scales_of(scales, after, turns, num_features, SLABS, DEPTH, GROUP, OPERAND)
             mbarrier.wait(full.index(stage), done // STAGES & 1)
-            for part in gl.static_range(SLABS * PARTS):
-                place = stage * SLABS + part // PARTS
-                operand = _operand(w_ring, place, held[part], part % PARTS, DEPTH, KIND, WORDS, OPERAND)
-                rows = x_ring.index(place).slice(part % PARTS * DEPTH, DEPTH, dim=1).permute((1, 0))
-                sums = warpgroup_mma(operand, rows, sums, is_async=True)
-                # The multiply-add reads the registers of the operand until it is done.
-                sums, operand = warpgroup_mma_wait(0, deps=(sums, operand))
+            held = _scales_of(s_ring, stage, SLABS * 64 // RUN, LAYOUT)
+            if SUMMED:
+                sums = _add_codes(w_ring, x_ring, stage, held, sums, SLABS, DEPTH, RUN, OFFSETS, WORDS, OPERAND, SUMS)
+            else:
+                sums = _add_weights(w_ring, x_ring, stage, held, sums, SLABS, DEPTH, RUN, WORDS, OPERAND)
             mbarrier.arrive(free.index(stage))
-            held = coming
         acc, complete = whole_tile(sums, tile, first, last, total, gl.num_programs(0), partial, arrived, turns)
         if complete:
             store_tile(
@@ -141,16 +245,17 @@ def _multiply_codes(
 @gluon.jit(do_not_specialize=["num_rows"])
 def codes_kernel(
     weight, x, scales, bias, residual, out, partial, arrived, num_rows, num_features, turns,
-    STAGES: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
-    BOXES: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, PDL: gl.constexpr, WORDS: gl.constexpr,
-    SUMS: gl.constexpr, STORED: gl.constexpr,
+    STAGES: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr, RUN: gl.constexpr, GROUP: gl.constexpr,
+    SUMMED: gl.constexpr, OFFSETS: gl.constexpr, ROWS: gl.constexpr, BOXES: gl.constexpr, BIAS: gl.constexpr,
+    RESIDUAL: gl.constexpr, PDL: gl.constexpr, WORDS: gl.constexpr, SUMS: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
-    """`weight`: a descriptor of int32 words, a block of 32 x 32 for each slab; `scales`: int32 [groups, features], a
-    scale in the low half and an offset in the high half of each."""
+    """`weight`: a descriptor of int32 words, a block of 32 x 32 for each slab; `scales`: one of int32 [groups *
+    features], a scale in the low half and an offset in the high half of each, which RUN columns of a turn share."""
     HEIGHT: gl.constexpr = weight.block_type.shape[0]
     WIDTH: gl.constexpr = weight.block_type.shape[1]
     w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES * SLABS, HEIGHT, WIDTH], weight.layout)
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * SLABS, ROWS, x.block_type.shape[1]], x.layout)
+    s_ring = gl.allocate_shared_memory(gl.int32, [STAGES * (SLABS * 64 // RUN), 128], scales.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -166,10 +271,15 @@ def codes_kernel(
         [
             (
                 _multiply_codes,
-                (w_ring, x_ring, full, free, scales, bias, residual, out, partial, arrived, num_rows, num_features,
-                 begin, end, turns, total, STAGES, SLABS, DEPTH, GROUP, BIAS, RESIDUAL, PDL, WORDS, SUMS, STORED),
+                (w_ring, x_ring, s_ring, full, free, bias, residual, out, partial, arrived, num_rows, num_features,
+                 begin, end, turns, total, STAGES, SLABS, DEPTH, RUN, SUMMED, OFFSETS, BIAS, RESIDUAL, PDL, WORDS, SUMS,
+                 STORED),
             ),
-            (load_turns, (weight, x, w_ring, x_ring, full, free, begin, end, turns, STAGES, 1, SLABS, BOXES, PDL)),
+            (
+                _load_turns,
+                (weight, x, scales, w_ring, x_ring, s_ring, full, free, num_features, begin, end, turns, STAGES, SLABS,
+                 RUN, GROUP, BOXES, PDL),
+            ),
         ],
         [1],
         [24],

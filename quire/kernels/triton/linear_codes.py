@@ -8,7 +8,8 @@ thread's part of the tensor cores' first operand of 16 columns:
     code p * 4 + h * 2 + r of the word (in units of 4 bits) is that of r, h and p
 
 Where groups have 32 columns a block holds two halves of 32 columns, one below the other. A weight is
-scale * (code - 8) + offset, both in the activations' type, in which the operand is rounded once.
+scale * (code - 8) + offset, both in the activations' type. With many rows the operand is that, rounded once; with few
+it is code - 8, exactly, and the sums of a group's columns are scaled.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _BLOCK = 32
 _WARPS = 8
 _ZERO = 8
 _SHARED = 226 << 10
+_SCALED_SUMS = 16
+"""With up to so many rows sums are scaled, with more of them codes are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,10 @@ class CodesShape:
     slabs: int = 4
     programs: int = 1
 
-    def shared(self, rows: int) -> int:
-        ring = self.stages * self.slabs * (_BLOCK * _BLOCK * 4 + padded(rows) * COLUMNS * 2)
-        return ring + FEATURES * min(padded(rows), 64) * 4
+    def shared(self, rows: int, run: int) -> int:
+        """Bytes, if a scale is that of `run` columns."""
+        slab = _BLOCK * _BLOCK * 4 + padded(rows) * COLUMNS * 2 + COLUMNS * FEATURES * 4 // run
+        return self.stages * self.slabs * slab + FEATURES * min(padded(rows), 64) * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class PackedCodes:
     width: int
     group: int
     dtype: torch.dtype
+    offsets: bool = True
+    """Else all of them are zero."""
 
     @property
     def nbytes(self) -> int:
@@ -76,6 +82,11 @@ class PackedCodes:
     def depth(self) -> int:
         """Columns that share a scale in one instruction of the tensor cores."""
         return min(self.group, COLUMNS)
+
+    def run(self, slabs: int) -> int:
+        """Columns of a turn of so many slabs that share a scale and whose sums are scaled as one."""
+        turn = slabs * COLUMNS
+        return self.group if turn % self.group == 0 else turn if self.group % turn == 0 else self.depth
 
 
 def packs(weight: QuantizedWeight) -> bool:
@@ -98,7 +109,8 @@ def pack(weight: QuantizedWeight, dtype: torch.dtype) -> PackedCodes:
     words = (ordered[..., 0] | ordered[..., 1] << 4).contiguous().view(torch.int32)
     blocks = words.view(tiles, slabs, _BLOCK, _BLOCK).transpose(1, 2)
     words = blocks.reshape(tiles * _BLOCK, slabs * _BLOCK)
-    return PackedCodes(words, _packed_scales(weight, dtype), features, width, weight.group, dtype)
+    offsets = weight.offsets is not None or weight.zero != _ZERO
+    return PackedCodes(words, _packed_scales(weight, dtype), features, width, weight.group, dtype, offsets)
 
 
 def unpacked(weight: PackedCodes) -> Tensor:
@@ -129,7 +141,7 @@ def fits(rows: int, weight: PackedCodes, sizes: CodesShape, scratch: PrefetchScr
     return (
         rows <= MOST_ROWS
         and weight.width % (COLUMNS * sizes.slabs) == 0
-        and sizes.shared(rows) <= _SHARED
+        and sizes.shared(rows, weight.run(sizes.slabs)) <= _SHARED
         and parts <= scratch.partial.numel()
         and tiles <= scratch.arrived.numel()
         and programs * tiles * (weight.width // COLUMNS // sizes.slabs) < 1 << 31
@@ -191,7 +203,7 @@ def linear_codes(
     codes_kernel[(_programs(weight, sizes),)](
         TensorDescriptor.from_tensor(weight.words, block, gl.NVMMASharedLayout.get_default_for(block, gl.int32)),
         TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, kind)),
-        weight.scales,
+        TensorDescriptor.from_tensor(weight.scales.view(-1), [FEATURES], _SCALES),
         out if bias is None else bias,
         out if residual is None else residual,
         out,
@@ -203,7 +215,10 @@ def linear_codes(
         sizes.stages,
         sizes.slabs,
         weight.depth,
+        weight.run(sizes.slabs),
         weight.group,
+        pad <= _SCALED_SUMS,
+        weight.offsets,
         pad,
         triton.cdiv(rows, box[0]),
         bias is not None,
@@ -228,6 +243,9 @@ def _programs(weight: PackedCodes, sizes: CodesShape) -> int:
     tiles = triton.cdiv(weight.features, FEATURES)
     turns = tiles * (weight.width // COLUMNS // sizes.slabs)
     return min(sizes.programs * multiprocessors(weight.words.device) if sizes.programs else tiles, turns)
+
+
+_SCALES = gl.NVMMASharedLayout.get_default_for([FEATURES], gl.int32) if codes_kernel is not None else None
 
 
 @lru_cache(maxsize=16)

@@ -41,8 +41,8 @@ FEATURES, SLAB = 64, 128
 swizzles."""
 _KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m3fn: "float8e4nv"}
 LEAST_BOX = 8
-_PARTIALS, _TILES = 5 << 20, 4096
-"""Scratch for parts of tiles (two of 64 x 256 for each of 132 multiprocessors), and how many tiles may have parts."""
+_PARTIALS, _TILES = 9 << 20, 4096
+"""Scratch for parts of tiles (two of 128 x 256 for each of 132 multiprocessors), and how many tiles may have parts."""
 WARPS, _LOADING = 4, 24
 """Warps that multiply, and registers per thread of the warp that loads."""
 

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
-def _load_weights(
+def load_weights(
     weight, full, ring, turn, stage, turns, TILES: gl.constexpr, SLABS: gl.constexpr, BYTES: gl.constexpr
 ):
     FEATURES: gl.constexpr = weight.block_type.shape[0]
@@ -36,7 +36,7 @@ def _load_weights(
 
 
 @gluon.jit
-def _load_rows(x, full, ring, turn, stage, turns, SLABS: gl.constexpr, BOXES: gl.constexpr):
+def load_rows(x, full, ring, turn, stage, turns, SLABS: gl.constexpr, BOXES: gl.constexpr):
     """Box by box, and only boxes with rows in them: TMA takes longer to fill a box with zeros than to copy one, and the
     sums of missing rows are never stored."""
     HEIGHT: gl.constexpr = x.block_type.shape[0]
@@ -58,17 +58,17 @@ def load_turns(
     BYTES: gl.constexpr = SLABS * (TILES * weight.block_type.nbytes + BOXES * x.block_type.nbytes)
     early = gl.minimum(begin + STAGES, end)
     for turn in range(begin, early):
-        _load_weights(weight, full, w_ring, turn, turn - begin, turns, TILES, SLABS, BYTES)
+        load_weights(weight, full, w_ring, turn, turn - begin, turns, TILES, SLABS, BYTES)
     if PDL:
         gdc_wait()
     for turn in range(begin, early):
-        _load_rows(x, full, x_ring, turn, turn - begin, turns, SLABS, BOXES)
+        load_rows(x, full, x_ring, turn, turn - begin, turns, SLABS, BOXES)
     for turn in range(early, end):
         done = turn - begin
         stage = done % STAGES
         mbarrier.wait(free.index(stage), done // STAGES - 1 & 1)
-        _load_weights(weight, full, w_ring, turn, stage, turns, TILES, SLABS, BYTES)
-        _load_rows(x, full, x_ring, turn, stage, turns, SLABS, BOXES)
+        load_weights(weight, full, w_ring, turn, stage, turns, TILES, SLABS, BYTES)
+        load_rows(x, full, x_ring, turn, stage, turns, SLABS, BOXES)
 
 
 @gluon.jit

@@ -68,6 +68,8 @@ def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
         (16, 128, 256, 64, True, CodesShape(3, 1), 2),
         (33, 130, 256, 32, True, CodesShape(2, 2), 3),
         (8, 128, 384, 384, False, CodesShape(3, 2), 1),
+        (2, 128, 384, 192, True, CodesShape(2, 2), 2),
+        (17, 128, 256, 128, False, CodesShape(2, 2), 2),
     ],
 )
 def test_products_with_codes_are_those_with_the_floats_they_stand_for(

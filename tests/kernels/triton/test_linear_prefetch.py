@@ -289,7 +289,7 @@ _LAST = "        mbarrier.arrive(free.index((last - 1 - begin) % STAGES))\n"
 _FREE = "mbarrier.wait(free.index(stage), done // STAGES - 1 & 1)"
 _ROWS = (
     "    for turn in range(begin, early):\n"
-    "        _load_rows(x, full, x_ring, turn, turn - begin, turns, SLABS, BOXES)\n"
+    "        load_rows(x, full, x_ring, turn, turn - begin, turns, SLABS, BOXES)\n"
 )
 _GDC = "    if PDL:\n        gdc_wait()\n"
 _GROUPS = "    for group in range("
