@@ -78,7 +78,11 @@ class TrainedHead(nn.Module):
 
     def read_out(self, x: Tensor, rows: Tensor) -> Tensor:
         """Logits over the draft vocabulary, whose rows of the target's head are given."""
-        return F.linear(self._rms(x, self.norm), rows)
+        return F.linear(self.normed(x), rows)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What the rows of the head are multiplied with."""
+        return self._rms(x, self.norm)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.shape.head_dim).transpose(1, 2)

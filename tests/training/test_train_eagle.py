@@ -18,6 +18,7 @@ from quire.bench.speculation.texts import TEXTS
 from quire.errors import ConfigError
 from quire.models.loader.source import resolve_model
 from quire.training import eagle as eagle_training
+from quire.training import remembered
 from quire.training.eagle import Trainer
 from quire.training.options import TrainingOptions
 from quire.training.questions import question
@@ -103,8 +104,8 @@ def test_unrolled_drafts_are_those_of_decoding(folder: Path, texts: Texts, targe
     with torch.no_grad():
         seen = target.see(batch.rows)
         guesses: list[dict[int, int]] = []
-        for logits, _, places in trainer._unrolled(batch, seen):
-            tokens = trainer.guessed[logits.argmax(-1)]
+        for kept, places in trainer._unrolled(batch, trainer.head.fused(seen.states)):
+            tokens = trainer.guessed[trainer.head.read_out(kept, trainer._rows).argmax(-1)]
             guesses.append(dict(zip(places.tolist(), tokens.tolist(), strict=True)))
     for begin in guesses[0]:
         drafts = head.drafts(text[: begin + 1], features, 3)
@@ -146,6 +147,29 @@ def test_a_stopped_run_goes_on_to_the_same_weights(texts: Texts, target: Target,
     other = Trainer(target, texts, replace(short, steps=9))
     with pytest.raises(ConfigError, match="steps"):
         other.resume(parts)
+
+
+def test_what_the_target_said_is_remembered_bit_for_bit(texts: Texts, target: Target,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(target, texts, OPTIONS)
+    seen = [trainer._see(trainer._batch(some)) for some in ([9, 3, 20], [4, 5])]
+    asked = []
+    monkeypatch.setattr(target, "see", asked.append)
+    batch = trainer._batch([3, 4, 5, 9])
+    again = trainer._see(batch)
+    assert not asked
+    for row, (first, place) in enumerate(((0, 1), (1, 0), (1, 1), (0, 0))):
+        length = trainer._lengths[batch.texts[row]]
+        for name in ("states", "final", "best"):
+            assert torch.equal(getattr(again, name)[row, :length], getattr(seen[first], name)[place, :length])
+    assert trainer._loss(batch, again).isfinite()  # with padding whose states are another text's
+    monkeypatch.setattr(remembered, "_SHARE", 0.0)
+    monkeypatch.setattr(target, "see", lambda rows: (asked.append(rows), seen[0])[1])
+    small = Trainer(target, texts, OPTIONS)
+    before = len(asked)
+    for _ in range(2):
+        small._see(trainer._batch([3, 9]))
+    assert len(asked) == before + 2  # no room: asked each time
 
 
 def test_questions_are_read_or_refused_by_line(tmp_path: Path) -> None:
