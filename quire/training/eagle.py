@@ -22,6 +22,7 @@ from quire.training.head import HeadShape, TrainedHead, moved_on
 from quire.training.options import TrainingOptions
 from quire.training.remembered import Remembered
 from quire.training.rounded import ROUNDED_CONFIG, rounded
+from quire.training.start import begin_at, can_begin_at
 from quire.training.target import Seen, Target
 from quire.training.texts import Texts
 
@@ -122,7 +123,19 @@ class Trainer:
         scale = 1.0 / float(self._rows.float().norm(dim=1).mean().clamp(min=1e-6))
         shape = HeadShape(spec.hidden_size, len(self.target.states), attention.num_heads, attention.num_kv_heads,
                           attention.head_dim, self.options.intermediate, spec.layers[0].norm.eps, rope.theta)
-        return TrainedHead(shape, rms, scale, self.options.seed)
+        head = TrainedHead(shape, rms, scale, self.options.seed)
+        if self.begins_at_target:
+            begin_at(head, self.target, rms, scale)
+        return head
+
+    @property
+    def begins_at_target(self) -> bool:
+        """And not at random."""
+        possible = can_begin_at(self.target, self.options.intermediate)
+        if self.options.start == "target" and not possible:
+            raise ConfigError("the target's last layer is no start for this head: --intermediate must be the width of "
+                              "its MLP, and its parts those of a Llama", "start")
+        return possible and self.options.start != "random"
 
     # ---- batches
 
@@ -294,7 +307,7 @@ class Trainer:
         if not (folder / _STATE).is_file():
             return False
         progress = json.loads((folder / _PROGRESS).read_text())
-        kept, self._seconds_before = progress["options"], float(progress.get("seconds", 0.0))
+        kept, self._seconds_before = {"start": "random"} | progress["options"], float(progress.get("seconds", 0.0))
         differing = [name for name, value in _plain(self.options).items()
                      if kept.get(name) != value and name not in ("max_seconds", "eval_every", "save_every")]
         if differing:

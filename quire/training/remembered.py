@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.training.target import Seen, Target
 
-_SHARE = 0.5
+_SHARE = 0.65
 """Of the memory that is free, what may be taken; else nothing is kept."""
 
 

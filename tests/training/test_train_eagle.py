@@ -186,6 +186,36 @@ def test_questions_are_read_or_refused_by_line(tmp_path: Path) -> None:
         read_questions(path)
 
 
+def test_a_head_begins_at_the_last_layer_of_its_target(folder: Path, texts: Texts, target: Target,
+                                                       tmp_path: Path) -> None:
+    width = target.decoder.spec.layers[-1].mlp.intermediate
+    options = replace(OPTIONS, intermediate=width, start="target", steps=12, save_every=5)
+    stored = load_file(folder / "model.safetensors")
+    layer = f"model.layers.{target.decoder.spec.num_layers - 1}."
+    trainer, hidden = Trainer(target, texts, options), target.decoder.spec.hidden_size
+    near = {"rtol": 1e-2, "atol": 1e-2}
+    for part, name, norm in (("q", "self_attn.q_proj", "input_layernorm"), ("v", "self_attn.v_proj", "input_layernorm"),
+                             ("gate", "mlp.gate_proj", None), ("up", "mlp.up_proj", None)):
+        want = stored[f"{layer}{name}.weight"].float()
+        want = want * stored[f"{layer}{norm}.weight"].float() if norm else want
+        torch.testing.assert_close(getattr(trainer.head, part)[:, -hidden:].detach(), want, **near)
+    seen = target.see(trainer._batch(trainer._trained[:2]).rows)
+    fused, last = trainer.head.fused(seen.states)[:, 1:].detach(), seen.states[:, 1:, -hidden:]
+    assert torch.cosine_similarity(fused, last, -1).mean() > 0.9
+    before, after = trainer.evaluate(), trainer.train(tmp_path, quiet)
+    assert after.loss < before.loss
+    again = tmp_path / "again"
+    again.mkdir()
+    Trainer(target, texts, options).train(again, quiet)
+    one, other = (load_file(path / "training.safetensors") for path in (tmp_path, again))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(ConfigError, match="start"):
+        Trainer(target, texts, replace(options, start="random")).resume(tmp_path)
+    with pytest.raises(ConfigError, match="--intermediate"):
+        Trainer(target, texts, replace(options, intermediate=width + 8))
+    assert not Trainer(target, texts, replace(options, start="auto", intermediate=width + 8)).begins_at_target
+
+
 def test_a_limited_time_is_kept_and_goes_on_where_it_was(texts: Texts, target: Target, tmp_path: Path,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
