@@ -39,13 +39,14 @@ def test_the_loss_is_that_of_torch(dtype: torch.dtype) -> None:
     check_distilled("cuda", dtype, 12288)
 
 
-def test_a_head_learns(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3")
+@pytest.mark.parametrize("start", ["random", "target"])
+def test_a_head_learns(tmp_path: Path, start: str) -> None:
+    make_checkpoint(tmp_path, "llama", head_dim=16)
     draw = random.Random(0)
     texts = Texts.of([([draw.randrange(3, 97) for _ in range(3)], [(7 * i + n) % 90 + 3 for i in range(40)])
                       for n in range(60)])
-    options = TrainingOptions(steps=60, batch_tokens=1280, max_length=64, depth=3, draft_vocab=80, intermediate=64,
-                              learning_rate=5e-3, eval_every=1000, save_every=1000)
+    options = TrainingOptions(steps=60, batch_tokens=1280, max_length=64, depth=3, draft_vocab=80, intermediate=80,
+                              learning_rate=5e-3, eval_every=1000, save_every=1000, start=start)
     trainer = Trainer(Target(resolve_model(str(tmp_path)), "cuda"), texts, options)
     before = trainer.evaluate()
     said: list[str] = []
