@@ -67,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              f"{_DEFAULTS.teacher_temperature})")
     parser.add_argument("--weights", choices=("bfloat16", "int8"), default=_DEFAULTS.weights,
                         help=f"how the head is stored (default: {_DEFAULTS.weights})")
+    parser.add_argument("--start", choices=("auto", "target", "random"), default=_DEFAULTS.start,
+                        help="where training begins: at the model's last layer, or at random; auto: at the layer where "
+                             f"its MLP is as wide as --intermediate (default: {_DEFAULTS.start})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     trainer = Trainer(Target(source, args.device, args.num_threads), texts, options)
     if trainer.resume(folder):
         _say(f"goes on after step {trainer.step}")
+    else:
+        _say(f"begins at {'the last layer of the model' if trainer.begins_at_target else 'random'}")
     began = time.monotonic()
     if args.time_limit is not None:
         left = started + args.time_limit - began - _ENDING * args.time_limit - _EXIT_SECONDS
@@ -114,7 +119,7 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
         raise UsageError("--teacher-temperature must be above 0 and at most 1")
     return TrainingOptions(args.seed, args.steps, args.batch_tokens, args.max_length, args.learning_rate, args.depth,
                            args.feature_weight, args.draft_vocab, args.intermediate, args.eval_every, args.save_every,
-                           args.train_seconds, args.teacher_temperature, args.weights)
+                           args.train_seconds, args.teacher_temperature, args.weights, args.start)
 
 
 def _texts(args: argparse.Namespace, folder: Path, until: float | None) -> Any:

@@ -17,10 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.training.distill import distilled
 from quire.training.head import HeadShape, TrainedHead, moved_on
 from quire.training.options import TrainingOptions
+from quire.training.remembered import Remembered
 from quire.training.rounded import ROUNDED_CONFIG, rounded
-from quire.training.target import Seen, Target, padded
+from quire.training.start import begin_at, can_begin_at
+from quire.training.target import Seen, Target
 from quire.training.texts import Texts
 
 _ROUND_LENGTH = 64
@@ -64,11 +67,16 @@ class Acceptance:
 class Batch:
     """Texts as rows, and where drafts of them are looked at."""
 
+    texts: list[int]
     rows: Tensor
-    """[B, T]."""
+    """[B, T]: tokens; what follows a text's end nobody looks at."""
+    where: Tensor
+    """[B, T]: their numbers among the tokens of all texts."""
     places: tuple[Tensor, ...]
     """For each drafted step, which of the B * T tokens it guesses the next one of: all that was drafted lies in an
     answer."""
+    among: tuple[Tensor, ...]
+    """The same as numbers of places of the first drafted step, which has them all."""
 
 
 class Trainer:
@@ -85,6 +93,8 @@ class Trainer:
         if len(usable) < 2:
             raise ConfigError("there are not enough texts to train on: give more --data, or a larger --self", "data")
         self._texts, self._lengths = texts, [min(length, options.max_length) for length in lengths]
+        self._tokens = F.pad(texts.tokens, (0, 1))  # and one for padding
+        self._remembered = Remembered(target, len(texts.tokens))
         self._held, self._trained = usable[:held], usable[held:]
         vocab = target.decoder.spec.vocab_size
         self.guessed = texts.commonest(min(options.draft_vocab, vocab), vocab)
@@ -107,27 +117,39 @@ class Trainer:
         if rope is None or rope.kind != "default" or rope.rotary_dim != attention.head_dim:
             raise ConfigError("quire train eagle needs a model whose heads turn as a whole, by plain rotary positions",
                               "model")
-        seen = self.target.see(self._batch(self._trained[:2]).rows)
+        seen = self._see(self._batch(self._trained[:2]))
         states = seen.states.float().unflatten(-1, (-1, spec.hidden_size))
         rms = states[:, 1:].square().mean((0, 1, 3)).sqrt().cpu()  # the first token's are often far out of scale
         scale = 1.0 / float(self._rows.float().norm(dim=1).mean().clamp(min=1e-6))
         shape = HeadShape(spec.hidden_size, len(self.target.states), attention.num_heads, attention.num_kv_heads,
                           attention.head_dim, self.options.intermediate, spec.layers[0].norm.eps, rope.theta)
-        return TrainedHead(shape, rms, scale, self.options.seed)
+        head = TrainedHead(shape, rms, scale, self.options.seed)
+        if self.begins_at_target:
+            begin_at(head, self.target, rms, scale)
+        return head
+
+    @property
+    def begins_at_target(self) -> bool:
+        """And not at random."""
+        possible = can_begin_at(self.target, self.options.intermediate)
+        if self.options.start == "target" and not possible:
+            raise ConfigError("the target's last layer is no start for this head: --intermediate must be the width of "
+                              "its MLP, and its parts those of a Llama", "start")
+        return possible and self.options.start != "random"
 
     # ---- batches
 
     def _batch(self, indices: list[int]) -> Batch:
         """Made on the host and sent without waiting for the device, which is busy with the batch before."""
-        longest = max(self._lengths[i] for i in indices)
-        length = -(-longest // _ROUND_LENGTH) * _ROUND_LENGTH
-        rows = padded([self._texts.text(i)[: self._lengths[i]].long() for i in indices], length)
-        after = torch.arange(length)[None] + 1
+        ends = torch.tensor([self._lengths[i] for i in indices])[:, None]
+        at = torch.arange(-(-int(ends.max()) // _ROUND_LENGTH) * _ROUND_LENGTH)[None]
+        where = torch.where(at < ends, self._texts.begins[indices][:, None] + at, len(self._tokens) - 1)
         first = self._texts.answers[indices][:, None]
-        last = torch.tensor([self._lengths[i] for i in indices])[:, None]
-        places = tuple(self._sent(((after >= first + j) & (after < last)).flatten().nonzero().squeeze(1))
-                       for j in range(self.options.depth))
-        return Batch(self._sent(rows), places)
+        counted = [((at + 1 >= first + j) & (at + 1 < ends)).flatten() for j in range(self.options.depth)]
+        number = counted[0].cumsum(0) - 1
+        places = [mask.nonzero().squeeze(1) for mask in counted]
+        return Batch(indices, self._sent(self._tokens[where].long()), self._sent(where),
+                     tuple(map(self._sent, places)), tuple(self._sent(number[each]) for each in places))
 
     def _sent(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
@@ -158,31 +180,32 @@ class Trainer:
 
     # ---- loss
 
-    def _unrolled(self, batch: Batch, seen: Seen) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For each drafted step: logits [n, draft vocabulary], guessed features [n, hidden] and the places they are
-        of."""
+    def _see(self, batch: Batch) -> Seen:
+        return self._remembered.see(batch.texts, batch.rows, batch.where)
+
+    def _unrolled(self, batch: Batch, fused: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each drafted step: guessed features [n, hidden] and the places they are of."""
         embedded = self.target.embeddings(batch.rows).to(self._dtype)
-        features = moved_on(self.head.fused(seen.states.to(self._dtype)))
+        features = moved_on(fused)
         steps: list[tuple[Tensor, Tensor]] = []
         for places in batch.places:
             x, steps = self.head.step(embedded, features, steps)
-            kept = x.flatten(0, 1)[places]
-            yield self.head.read_out(kept, self._rows), kept, places
+            yield x.flatten(0, 1).index_select(0, places), places
             features = moved_on(x)
 
     def _loss(self, batch: Batch, seen: Seen) -> Tensor:
         final = seen.final.to(self._dtype).flatten(0, 1)
-        with torch.no_grad():
-            fused = self.head.fused(seen.states.to(self._dtype)).float().flatten(0, 1)
+        taught = F.linear(final[batch.places[0]], self._rows)
+        fused = self.head.fused(seen.states.to(self._dtype))
+        true = fused.detach().flatten(0, 1)
         known = (self._place[seen.best] >= 0).flatten()
         total = torch.zeros((), device=self._device)
-        for j, (logits, kept, places) in enumerate(self._unrolled(batch, seen)):
-            with torch.no_grad():
-                taught = (F.linear(final[places], self._rows).float() / self.options.teacher_temperature).softmax(-1)
-            each = -(taught * logits.float().log_softmax(-1)).sum(-1)
+        for j, (kept, places) in enumerate(self._unrolled(batch, fused)):
             weight = known[places].float()
-            total = total + _FADING**j * (each * weight).sum() / weight.sum().clamp(min=1.0)
-            apart = F.smooth_l1_loss(kept.float(), fused[places]) if len(places) else 0.0
+            weight = weight * (_FADING**j / weight.sum().clamp(min=1.0))
+            total = total + distilled(self.head.normed(kept), self._rows, taught, batch.among[j], weight,
+                                      self.options.teacher_temperature)
+            apart = F.smooth_l1_loss(kept.float(), true[places].float()) if len(places) else 0.0
             total = total + _FADING**j * self.options.feature_weight * apart
         return total
 
@@ -204,14 +227,18 @@ class Trainer:
         options, began = self.options, time.monotonic()
         limited = options.max_seconds < float("inf")
         batches, longest, looked, saved, spent = self._batches(), 0.0, 0.0, 0.0, 0.0
+        said, training = self.step, 0.0
         while self.step < options.steps and spent + longest < options.max_seconds:
             loss = self._learn(next(batches), spent)
             before, spent = spent, time.monotonic() - began
+            training += spent - before
             longest = 0.0 if self.step == 1 else max(0.9 * longest, spent - before)  # the first one also starts things
             looks = self.step % options.eval_every == 0 and (not limited or looked <= _LOOKING * spent)
             if looks or self.step == options.steps:
                 found = self.evaluate()
-                say(f"step {self.step}, {spent:.0f} s: loss {float(loss):.3f}, held out {found.loss:.3f}, {found}")
+                say(f"step {self.step}, {spent:.0f} s, {(self.step - said) / training:.2f} steps/s: loss "
+                    f"{float(loss):.3f}, held out {found.loss:.3f}, {found}")
+                said, training = self.step, 0.0
                 looked += time.monotonic() - began - spent
             if self.step % options.save_every == 0 or (limited and spent - saved > _SAVE_SECONDS):
                 self.save(folder, self._seconds_before + spent)
@@ -227,7 +254,7 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate(seconds)
         batch = self._batch(indices)
-        loss = self._loss(batch, self.target.see(batch.rows))
+        loss = self._loss(batch, self._see(batch))
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
@@ -244,14 +271,15 @@ class Trainer:
         for at in range(0, len(self._held), size):
             indices = self._held[at : at + size]
             batch = self._batch(indices)
-            seen = self.target.see(batch.rows)
+            seen = self._see(batch)
             best = self._place[seen.best].flatten()
             loss += float(self._loss(batch, seen)) * len(indices)
             looked_at += len(indices)
             chain = torch.ones(batch.rows.numel(), dtype=torch.bool, device=self._device)
-            for j, (logits, _, places) in enumerate(self._unrolled(batch, seen)):
+            fused = self.head.fused(seen.states.to(self._dtype))
+            for j, (kept, places) in enumerate(self._unrolled(batch, fused)):
                 hit = torch.zeros_like(chain)
-                hit[places] = logits.argmax(-1) == best[places]
+                hit[places] = self.head.read_out(kept, self._rows).argmax(-1) == best[places]
                 # A chain that begins j places before this one goes on here.
                 chain = hit if j == 0 else hit & torch.cat((chain.new_zeros(1), chain[:-1]))
                 right[j] += int(chain.sum())
@@ -279,7 +307,7 @@ class Trainer:
         if not (folder / _STATE).is_file():
             return False
         progress = json.loads((folder / _PROGRESS).read_text())
-        kept, self._seconds_before = progress["options"], float(progress.get("seconds", 0.0))
+        kept, self._seconds_before = {"start": "random"} | progress["options"], float(progress.get("seconds", 0.0))
         differing = [name for name, value in _plain(self.options).items()
                      if kept.get(name) != value and name not in ("max_seconds", "eval_every", "save_every")]
         if differing:

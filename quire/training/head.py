@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.training.chains import chain_attention
+
 Mixed = list[tuple[Tensor, Tensor]]
 """Keys and values [B, heads, T, dim] of each drafted step so far."""
 
@@ -66,41 +68,32 @@ class TrainedHead(nn.Module):
         read = torch.cat((self._rms(embedded, self.input_layernorm), x), -1)
         q, k, v = (self._heads(F.linear(read, part.to(read.dtype))) for part in (self.q, self.k, self.v))
         angles = _angles(q.shape[2], self.shape, q.device)
-        q, k = _turned(q, angles), _turned(k, angles)
+        q, k, v = _turned(q, angles), self._shared(_turned(k, angles)), self._shared(v)
         steps = [*before, (k, v)]
-        x = x + F.linear(self._attend(q, steps), self.o.to(read.dtype))
+        mixed = chain_attention(q, steps).transpose(1, 2).flatten(2)
+        x = x + F.linear(mixed, self.o.to(read.dtype))
         normed = self._rms(x, self.post_attention_layernorm)
         inner = F.silu(F.linear(normed, self.gate.to(read.dtype))) * F.linear(normed, self.up.to(read.dtype))
         return x + F.linear(inner, self.down.to(read.dtype)), steps
 
     def read_out(self, x: Tensor, rows: Tensor) -> Tensor:
         """Logits over the draft vocabulary, whose rows of the target's head are given."""
-        return F.linear(self._rms(x, self.norm), rows)
+        return F.linear(self.normed(x), rows)
 
-    def _attend(self, q: Tensor, steps: Mixed) -> Tensor:
-        j, length = len(steps) - 1, q.shape[2]
-        group = self.shape.heads // self.shape.kv_heads
-        scale = self.shape.head_dim**-0.5
-        first_k, first_v = (part.repeat_interleave(group, 1) for part in steps[0])
-        far = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1 - j)
-        scores = [(q @ first_k.transpose(2, 3) * scale).masked_fill(far, float("-inf"))]
-        near: list[Tensor] = []
-        for i in range(1, j + 1):
-            k, v = (_behind(part.repeat_interleave(group, 1), j - i) for part in steps[i])
-            scores.append((q * k).sum(-1, keepdim=True) * scale)
-            near.append(v)
-        weights = torch.cat(scores, -1).float().softmax(-1).to(q.dtype)
-        mixed = weights[..., :length] @ first_v
-        for i, v in enumerate(near):
-            mixed = mixed + weights[..., length + i : length + i + 1] * v
-        return mixed.transpose(1, 2).flatten(2)
+    def normed(self, x: Tensor) -> Tensor:
+        """What the rows of the head are multiplied with."""
+        return self._rms(x, self.norm)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
 
+    def _shared(self, x: Tensor) -> Tensor:
+        """Keys or values for each query head."""
+        return x.repeat_interleave(self.shape.heads // self.shape.kv_heads, 1)
+
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.shape.eps) * weight).to(x.dtype)
+        # One type for both, or torch takes apart what a GPU does in one kernel.
+        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.shape.eps)
 
     def exported(self, scale: float = 1.0) -> dict[str, Tensor]:
         """Under the names of public checkpoints, with its logits times `scale`."""
@@ -118,11 +111,6 @@ class TrainedHead(nn.Module):
 def moved_on(x: Tensor) -> Tensor:
     """Row p of [B, T, ...] at p + 1; nothing comes before the first."""
     return F.pad(x[:, :-1], (0, 0, 1, 0))
-
-
-def _behind(x: Tensor, count: int) -> Tensor:
-    """Of [B, heads, T, dim], row p - count at p."""
-    return x if count == 0 else F.pad(x[:, :, :-count], (0, 0, count, 0))
 
 
 def _angles(length: int, shape: HeadShape, device: torch.device) -> tuple[Tensor, Tensor]:

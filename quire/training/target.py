@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,12 +54,21 @@ class Target:
             stream, captured = self.decoder.forward_capturing(tokens.reshape(-1), ctx, self._caches, self._names())
             last = stream.copied()
             states = [last if name is None else captured[name] for name in self._wanted()]
-            final = last if self.decoder.final_norm is None else self.decoder.final_norm(last.clone())
+            final = self._normed(last)
             best = torch.cat([self.decoder.head(rows.clone(), None).argmax(-1) for rows in final.split(_LOGIT_ROWS)])
         shape = tokens.shape
         # Outside of inference mode, so that training may read them.
         return Seen(torch.cat(states, 1).view(*shape, -1).clone(), final.view(*shape, -1).clone(),
                     best.view(shape).clone())
+
+    def final(self, last: Tensor) -> Tensor:
+        """[B, T, hidden]: what its head reads, of the last of the states."""
+        with torch.inference_mode():
+            found = self._normed(last.reshape(-1, last.shape[-1]))
+        return found.view(last.shape).clone()
+
+    def _normed(self, last: Tensor) -> Tensor:
+        return last if self.decoder.final_norm is None else self.decoder.final_norm(last.clone())
 
     def _wanted(self) -> list[str | None]:
         count = self.decoder.spec.num_layers
@@ -143,11 +151,3 @@ def check_trainable(decoder: Decoder) -> None:
         why = "attends in a latent space"
     if why is not None:
         raise ConfigError(f"quire train eagle cannot train a head for this model: {spec.architecture} {why}", "model")
-
-
-def padded(texts: Sequence[Tensor], length: int) -> Tensor:
-    """Texts of at most `length` tokens as rows; what follows their end nobody looks at."""
-    rows = torch.zeros(len(texts), length, dtype=torch.int64)
-    for row, text in zip(rows, texts, strict=True):
-        row[: len(text)] = text
-    return rows

@@ -18,6 +18,7 @@ from quire.bench.speculation.texts import TEXTS
 from quire.errors import ConfigError
 from quire.models.loader.source import resolve_model
 from quire.training import eagle as eagle_training
+from quire.training import remembered
 from quire.training.eagle import Trainer
 from quire.training.options import TrainingOptions
 from quire.training.questions import question
@@ -103,8 +104,8 @@ def test_unrolled_drafts_are_those_of_decoding(folder: Path, texts: Texts, targe
     with torch.no_grad():
         seen = target.see(batch.rows)
         guesses: list[dict[int, int]] = []
-        for logits, _, places in trainer._unrolled(batch, seen):
-            tokens = trainer.guessed[logits.argmax(-1)]
+        for kept, places in trainer._unrolled(batch, trainer.head.fused(seen.states)):
+            tokens = trainer.guessed[trainer.head.read_out(kept, trainer._rows).argmax(-1)]
             guesses.append(dict(zip(places.tolist(), tokens.tolist(), strict=True)))
     for begin in guesses[0]:
         drafts = head.drafts(text[: begin + 1], features, 3)
@@ -148,6 +149,29 @@ def test_a_stopped_run_goes_on_to_the_same_weights(texts: Texts, target: Target,
         other.resume(parts)
 
 
+def test_what_the_target_said_is_remembered_bit_for_bit(texts: Texts, target: Target,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(target, texts, OPTIONS)
+    seen = [trainer._see(trainer._batch(some)) for some in ([9, 3, 20], [4, 5])]
+    asked = []
+    monkeypatch.setattr(target, "see", asked.append)
+    batch = trainer._batch([3, 4, 5, 9])
+    again = trainer._see(batch)
+    assert not asked
+    for row, (first, place) in enumerate(((0, 1), (1, 0), (1, 1), (0, 0))):
+        length = trainer._lengths[batch.texts[row]]
+        for name in ("states", "final", "best"):
+            assert torch.equal(getattr(again, name)[row, :length], getattr(seen[first], name)[place, :length])
+    assert trainer._loss(batch, again).isfinite()  # with padding whose states are another text's
+    monkeypatch.setattr(remembered, "_SHARE", 0.0)
+    monkeypatch.setattr(target, "see", lambda rows: (asked.append(rows), seen[0])[1])
+    small = Trainer(target, texts, OPTIONS)
+    before = len(asked)
+    for _ in range(2):
+        small._see(trainer._batch([3, 9]))
+    assert len(asked) == before + 2  # no room: asked each time
+
+
 def test_questions_are_read_or_refused_by_line(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", '
@@ -160,6 +184,36 @@ def test_questions_are_read_or_refused_by_line(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ConfigError, match="no conversation"):
         read_questions(path)
+
+
+def test_a_head_begins_at_the_last_layer_of_its_target(folder: Path, texts: Texts, target: Target,
+                                                       tmp_path: Path) -> None:
+    width = target.decoder.spec.layers[-1].mlp.intermediate
+    options = replace(OPTIONS, intermediate=width, start="target", steps=12, save_every=5)
+    stored = load_file(folder / "model.safetensors")
+    layer = f"model.layers.{target.decoder.spec.num_layers - 1}."
+    trainer, hidden = Trainer(target, texts, options), target.decoder.spec.hidden_size
+    near = {"rtol": 1e-2, "atol": 1e-2}
+    for part, name, norm in (("q", "self_attn.q_proj", "input_layernorm"), ("v", "self_attn.v_proj", "input_layernorm"),
+                             ("gate", "mlp.gate_proj", None), ("up", "mlp.up_proj", None)):
+        want = stored[f"{layer}{name}.weight"].float()
+        want = want * stored[f"{layer}{norm}.weight"].float() if norm else want
+        torch.testing.assert_close(getattr(trainer.head, part)[:, -hidden:].detach(), want, **near)
+    seen = target.see(trainer._batch(trainer._trained[:2]).rows)
+    fused, last = trainer.head.fused(seen.states)[:, 1:].detach(), seen.states[:, 1:, -hidden:]
+    assert torch.cosine_similarity(fused, last, -1).mean() > 0.9
+    before, after = trainer.evaluate(), trainer.train(tmp_path, quiet)
+    assert after.loss < before.loss
+    again = tmp_path / "again"
+    again.mkdir()
+    Trainer(target, texts, options).train(again, quiet)
+    one, other = (load_file(path / "training.safetensors") for path in (tmp_path, again))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(ConfigError, match="start"):
+        Trainer(target, texts, replace(options, start="random")).resume(tmp_path)
+    with pytest.raises(ConfigError, match="--intermediate"):
+        Trainer(target, texts, replace(options, intermediate=width + 8))
+    assert not Trainer(target, texts, replace(options, start="auto", intermediate=width + 8)).begins_at_target
 
 
 def test_a_limited_time_is_kept_and_goes_on_where_it_was(texts: Texts, target: Target, tmp_path: Path,

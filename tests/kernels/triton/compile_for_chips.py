@@ -32,6 +32,7 @@ from quire.kernels.triton import (
     attention_split,
     branch,
     coded_rows,
+    distill,
     features,
     inputs,
     latent_attention,
@@ -128,6 +129,8 @@ def others(capability: int) -> None:
     kept, table = torch.empty(64, 256, dtype=HALF), flags.view(3, 1)
     features.keep_features(kept[:3], kept, table, 16, flags, flags)
     features.fetch_features(kept, table, 16, flags, flags, kept[:3])
+    many = torch.empty(3, 12288, dtype=HALF)
+    distill.distill(many, many, longs, torch.empty(3), 0.7, torch.empty(3), True)
     trees, drawn = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(1, 3, 2, dtype=torch.int32)
     branch.walk_trees(trees, flags, longs, drawn, flags, table, trees, 0, 16)
     branch.move_branches(cases.make_cache("cpu", HALF, heads, 4, 16), table, trees, trees)

@@ -41,6 +41,7 @@ from quire.kernels.triton import (  # noqa: E402
     branch,
     code_planes,
     coded_rows,
+    distill,
     expert_codes,
     expert_few,
     expert_linear,
@@ -300,6 +301,8 @@ def drafts(heads: HeadShape, hidden: int = 4096) -> None:
     features.fetch_features(kept, table, 16, ints, ints, half(4, hidden))
     zeros = partial(torch.zeros, dtype=torch.int32)
     trees, path = zeros(4, 4), zeros(4, 8)
+    many = half(4, 12288)
+    distill.distill(many, many, ints.long(), torch.empty(4), 0.7, torch.empty(4), True)  # for training heads
     branch.walk_trees(trees, zeros(64), zeros(64).long(), zeros(32, 64, 2), ints[:1], zeros(4, 128), path, 0, 16)
     cache = pair_cache(*(half(4, heads.num_kv_heads, 16, heads.head_dim) for _ in range(2)), 16)
     branch.move_branches(cache, table, trees, path)
