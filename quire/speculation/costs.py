@@ -7,6 +7,9 @@ from bisect import bisect_left, insort
 _FOLLOW_MACHINE = 0.2
 _FOLLOW_SHAPE = 0.08
 """How far a measurement moves the common factor of all sizes, and how far that of its own size."""
+_YOUNG = 4
+"""Measurements of a size up to which a shorter one says what it costs, not that the machine is less busy: those before
+may have warmed something up."""
 _OUTLIER = 2.0
 """Times the belief beyond which a measurement moves it no further: the machine was busy with something else."""
 
@@ -19,10 +22,13 @@ class StepCosts:
     step is never believed to be cheaper than a smaller one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grows_like: StepCosts | None = None) -> None:
+        """`grows_like`: beyond the largest measured size these costs are believed to grow as those do."""
         self._sizes: list[int] = []
         self._shape: dict[int, float] = {}
+        self._tries: dict[int, int] = {}
         self._factor = 1.0
+        self._grows_like = grows_like
 
     @property
     def known(self) -> bool:
@@ -38,8 +44,13 @@ class StepCosts:
         if size not in self._shape:
             insort(self._sizes, size)
             self._shape[size] = seconds / self._factor
+            self._tries[size] = 1
             return
         believed = self._factor * self._shape[size]
+        self._tries[size] += 1
+        if self._tries[size] <= _YOUNG and seconds < believed:
+            self._shape[size] *= seconds / believed
+            return
         ratio = min(max(seconds / believed, 1 / _OUTLIER), _OUTLIER)
         self._factor *= ratio**_FOLLOW_MACHINE
         self._shape[size] *= ratio**_FOLLOW_SHAPE
@@ -60,6 +71,8 @@ class StepCosts:
             return self._factor * shape[sizes[0]]
         low = sizes[place - 1]
         if place == len(sizes):
+            if self._grows_like is not None and self._grows_like.known:
+                return self._factor * shape[low] * self._grows_like.estimate(size) / self._grows_like.estimate(low)
             return self._factor * (shape[low] + (size - low) * self._slope())
         high = sizes[place]
         share = (size - low) / (high - low)

@@ -331,8 +331,8 @@ class DeviceSpeculator(Speculator):
         machine as busy as it was at first; `StepCosts.factor` says how busy it is."""
         self._seen: dict[Sequence, int] = {}
         self._behind = 0
-        self.drafting = StepCosts()
-        """Seconds that one more draft takes, by number of sequences."""
+        self.drafting = StepCosts(grows_like=self.times)
+        """Seconds that one more draft takes, by number of sequences: a model's, as the target's steps are."""
         self._odds = PositionOdds(most)
         self._tree_odds = PositionOdds(most, better_than=self._odds)
         self._followed: dict[Sequence, PositionOdds] = {}
