@@ -54,7 +54,7 @@ def test_trees_change_no_bit(family: str, more: dict[str, Any]) -> None:
 
 
 def test_rejection_keeps_greedy_texts_and_some_drafts_of_others() -> None:
-    """Never run on a chip yet. What is drawn at random is compared with a CPU in tests/worker/gpu/test_trees.py."""
+    """What is drawn at random is compared with a CPU in tests/worker/gpu/test_trees.py."""
     core = engine(QWEN3)
     plain = told(core, guessed_at_random())
     core.close()
