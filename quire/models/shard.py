@@ -71,8 +71,12 @@ class Shard:
         if state == "embed":
             return 0
         layer = int(state.removeprefix("layers."))
-        runs = stage_layers(self.spec, self.place.num_stages)
-        return next(stage for stage, (_, last) in enumerate(runs) if layer < last)
+        return next(stage for stage, (_, last) in enumerate(self._stages) if layer < last)
+
+    @cached_property
+    def _stages(self) -> list[Run]:
+        """Asked for in every step that keeps hidden states."""
+        return stage_layers(self.spec, self.place.num_stages)
 
     # ---- parameters
 
