@@ -20,15 +20,18 @@ from quire.errors import InvalidRequestError, InvariantError
 from quire.structured.compile_queue import CompileJob, CompileQueue
 from quire.structured.link import Hub, Link
 from quire.structured.output import agreement
-from quire.structured.packets import ANSWER, LAST, OVER, QUERY, SLOW, SPENT, CellLimits
+from quire.structured.packets import ANSWER, ANSWER_SECONDS, FULL_BYTES, LAST, OVER, QUERY, SLOW, SPENT, CellLimits
 from quire.structured.spec import StructuredOutputs
 
 PATIENCE_S: Final = 0.01
-"""So long a step waits for masks, unless they are of grammars that are known to be slow."""
+"""So long a step waits for masks at least, unless they are of grammars that are known to be slow."""
 _SLOW_AT_ONCE: Final = 2
 _MOST_GRAMMARS: Final = 64
 """That are kept, each in a process or two."""
 _TOKENS_IN_PACKET: Final = 16384
+_ASKED_AT_ONCE: Final = 8
+"""Questions that go in one packet: fewer, and each costs the engine and the cell more than its tokens; more, and the cell
+would begin later."""
 
 
 class IsolatedGrammars:
@@ -53,6 +56,8 @@ class IsolatedGrammars:
         self.numbers = itertools.count(1)
         self.waiting: dict[_Cell, None] = {}
         """Cells that owe an answer."""
+        self.unsent: dict[_Cell, None] = {}
+        """Cells with questions that were not sent yet."""
 
     # ---- from the engine
 
@@ -67,6 +72,7 @@ class IsolatedGrammars:
         claim = RequestGrammar(self, home, spec.field, stop_ids)
         home.add(claim)
         self._evict()
+        self.ask_now()
         return claim
 
     @property
@@ -76,19 +82,29 @@ class IsolatedGrammars:
     def pump(self, patience: float = 0.0) -> None:
         """Take in what the processes say; wait so long for masks of requests that run and are not known to be slow."""
         until = time.monotonic() + patience
+        self.ask_now()
         while self.hub.pump(0.0):
             pass
+        self.ask_now()
         while patience and any(cell.worth_waiting for cell in self.waiting):
             left = until - time.monotonic()
             if left <= 0:
                 break
             self.hub.pump(left)
+            self.ask_now()
         for cell in list(self.waiting):
             cell.judge()
+        self.ask_now()
         self.queue.turn()
+
+    def ask_now(self) -> None:
+        """Send the questions that wait for company: whoever will not ask for more before it waits calls this."""
+        while self.unsent:
+            next(iter(self.unsent)).send_asked()
 
     def wait(self, seconds: float) -> None:
         """Until anything comes, but no longer than that."""
+        self.ask_now()
         self.hub.pump(seconds)
         self.pump()
 
@@ -243,6 +259,9 @@ class _Cell:
         self.slow = False
         self._members: dict[int, IsolatedSequence] = {}
         self._asked: deque[tuple[int, IsolatedSequence]] = deque()
+        self._unsent: list[bytes] = []
+        self._num_unsent = 0
+        """Of those asked, the last so many are not sent yet."""
         self._cpu = 0.0
         """Seconds that it had computed when it began with the first of those."""
 
@@ -253,7 +272,7 @@ class _Cell:
 
     def join(self, seq: IsolatedSequence, spent: float = 0.0) -> None:
         self._members[seq.number] = seq
-        self.link.tell(start=seq.number, request=seq.claim.number, stop_ids=sorted(seq.claim.stop_ids), spent=spent)
+        self._tell(start=seq.number, request=seq.claim.number, stop_ids=sorted(seq.claim.stop_ids), spent=spent)
 
     def leave(self, seq: IsolatedSequence) -> None:
         """End at once what no request needs any more."""
@@ -265,7 +284,7 @@ class _Cell:
         elif self.slow and not self._members:
             self._end()
         else:
-            self.link.tell(end=seq.number)
+            self._tell(end=seq.number)
 
     def ask(self, seq: IsolatedSequence, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
         """For the masks after these tokens and after each of the drafts; the question's number."""
@@ -274,39 +293,62 @@ class _Cell:
         serial = next(self.home.grammars.numbers) & 0xFFFFFFFF
         last = len(tokens) - len(tokens) % _TOKENS_IN_PACKET
         self.show(seq, start, tokens[:last])
-        self._send(b"Q", serial, seq, start + last, tokens[last:], drafts)
         self._asked.append((serial, seq))
         self.home.grammars.asked(self)
+        self._num_unsent += 1  # appending may send it
+        self._append(b"Q", serial, seq, start + last, tokens[last:], drafts)
         return serial
 
     def show(self, seq: IsolatedSequence, start: int, tokens: Sequence[int]) -> None:
         """Tokens for which no mask is wanted yet."""
         for place in range(0, len(tokens), _TOKENS_IN_PACKET):
-            self._send(b"T", 0, seq, start + place, tokens[place : place + _TOKENS_IN_PACKET], ())
+            self._append(b"T", 0, seq, start + place, tokens[place : place + _TOKENS_IN_PACKET], ())
 
-    def _send(self, kind: bytes, serial: int, seq: IsolatedSequence, start: int, tokens: Sequence[int],
-              drafts: Sequence[int]) -> None:
+    def _append(self, kind: bytes, serial: int, seq: IsolatedSequence, start: int, tokens: Sequence[int],
+                drafts: Sequence[int]) -> None:
         head = QUERY.pack(kind, serial, seq.number, start, len(tokens), len(drafts))
-        self.link.send(head + array("I", (*tokens, *drafts)).tobytes())
+        self._unsent.append(head + array("I", (*tokens, *drafts)).tobytes())
+        self.home.grammars.unsent[self] = None
+        if len(self._unsent) >= _ASKED_AT_ONCE or sum(map(len, self._unsent)) >= FULL_BYTES:
+            self.send_asked()
+
+    def send_asked(self) -> None:
+        self.home.grammars.unsent.pop(self, None)
+        unsent, self._unsent, self._num_unsent = self._unsent, [], 0
+        if unsent:
+            self.link.send(b"".join(unsent))
+
+    def _tell(self, **fields: Any) -> None:
+        """After the questions that came before."""
+        self.send_asked()
+        self.link.tell(**fields)
 
     def take(self, data: bytes) -> None:
-        _, serial, _, flags = ANSWER.unpack_from(data)
-        asked, seq = self._asked[0]
-        if asked != serial:
+        """What the cell answers."""
+        at = 0
+        while at < len(data):
+            _, serial, _, flags, size = ANSWER.unpack_from(data, at)
+            at += ANSWER.size + size
+            self._take(serial, data[at - size : at], flags)
+        if self._asked:
+            self._cpu = self.link.cpu_seconds
+
+    def _take(self, serial: int, mask: bytes, flags: int) -> None:
+        if not self._asked or self._asked[0][0] != serial:
             return
+        _, seq = self._asked[0]
         if flags & LAST:
             self._asked.popleft()
-            self._cpu = self.link.cpu_seconds if self._asked else 0.0
             if not self._asked:
                 self.home.grammars.answered(self)
         if flags & SLOW and not self.slow:
             self._set_apart(seq.claim)
         if seq.number in self._members:
-            seq.take(serial, data[ANSWER.size :], flags)
+            seq.take(serial, mask, flags)
 
     def judge(self) -> None:
         """Has it computed for too long at one mask to have company?"""
-        limit = self.home.grammars.limits.mask_quick_seconds
+        limit = self.home.grammars.limits.mask_quick_seconds + ANSWER_SECONDS
         if self.slow or not self._asked or self.link.cpu_seconds - self._cpu < limit:
             return
         slow = self._asked[0][1].claim
@@ -326,7 +368,8 @@ class _Cell:
     def gone(self) -> None:
         """The kernel has ended it, for what it computed when it ended."""
         self.home.grammars.answered(self)
-        culprit = self._asked[0][1].claim if self._asked else None
+        culprit = self._asked[0][1].claim if len(self._asked) > self._num_unsent else None
+        self._drop_unsent()
         self._move_others(culprit)
         if culprit is not None:
             limits = self.home.grammars.limits
@@ -340,13 +383,18 @@ class _Cell:
         self._asked = deque(pair for pair in self._asked if pair[1].claim is stays)
         for seq in others:
             if not self.link.closed:
-                self.link.tell(end=seq.number)
+                self._tell(end=seq.number)
             seq.move(self.home.cell())
 
     def _end(self) -> None:
         self.link.close()
         self._asked.clear()
+        self._drop_unsent()
         self.home.grammars.answered(self)
+
+    def _drop_unsent(self) -> None:
+        self.home.grammars.unsent.pop(self, None)
+        self._unsent, self._num_unsent = [], 0
 
 
 class RequestGrammar:
