@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import time
 from array import array
 from collections import OrderedDict, deque
@@ -27,7 +28,11 @@ PATIENCE_S: Final = 0.01
 """So long a step waits for masks at least, unless they are of grammars that are known to be slow."""
 _SLOW_AT_ONCE: Final = 2
 _MOST_GRAMMARS: Final = 64
-"""That are kept, each in a process or two."""
+"""That are kept, each in a process or two where no request runs."""
+_COMPANY: Final = 16
+"""Sequences that one cell follows before another is started for more: their masks of a step are made one after another."""
+_MOST_CELLS: Final = 8
+"""Of one grammar, not counting slow ones, and no more than there are cores."""
 _TOKENS_IN_PACKET: Final = 16384
 _ASKED_AT_ONCE: Final = 8
 """Questions that go in one packet: fewer, and each costs the engine and the cell more than its tokens; more, and the cell
@@ -188,7 +193,8 @@ class _Home:
         self.claims: set[RequestGrammar] = set()
         self.num_bytes = 0
         self.ready = False
-        self._cell: _Cell | None = None
+        self._cells: list[_Cell] = []
+        """Those that requests may join."""
         self._job = CompileJob(tenant, lambda low: grammars.begin_grammar(self, low), self._fail)
         grammars.queue.add(self._job)
 
@@ -228,10 +234,19 @@ class _Home:
         self.grammars.forget(self)
 
     def cell(self) -> _Cell:
-        """The one for requests that come now."""
-        if self._cell is None or self._cell.slow or self._cell.link.closed:
-            self._cell = self.new_cell()
-        return self._cell
+        """The one for requests that come now: that with the fewest, or a new one where all have many and a core is left
+        for it."""
+        self._cells = [cell for cell in self._cells if cell.open]
+        found = min(self._cells, key=lambda cell: cell.num_members, default=None)
+        most = min(_MOST_CELLS, len(os.sched_getaffinity(0)))
+        if found is None or (found.num_members >= _COMPANY and len(self._cells) < most):
+            found = self.new_cell()
+            self._cells.append(found)
+        return found
+
+    def spares(self, cell: _Cell) -> bool:
+        """Are there others for requests that come later?"""
+        return any(other.open for other in self._cells if other is not cell)
 
     def new_cell(self) -> _Cell:
         cell = _Cell(self)
@@ -242,9 +257,9 @@ class _Home:
 
     def close(self) -> None:
         self.grammars.queue.remove(self._job)
-        if self._cell is not None:
-            self._cell.link.close()
-            self.grammars.answered(self._cell)
+        for cell in self._cells:
+            cell.link.close()
+            self.grammars.answered(cell)
         if self._job.link is not None:
             self._job.link.close()
 
@@ -260,10 +275,20 @@ class _Cell:
         self._members: dict[int, IsolatedSequence] = {}
         self._asked: deque[tuple[int, IsolatedSequence]] = deque()
         self._unsent: list[bytes] = []
+        self._unsent_bytes = 0
         self._num_unsent = 0
         """Of those asked, the last so many are not sent yet."""
         self._cpu = 0.0
         """Seconds that it had computed when it began with the first of those."""
+
+    @property
+    def num_members(self) -> int:
+        return len(self._members)
+
+    @property
+    def open(self) -> bool:
+        """May a request join it?"""
+        return not self.slow and not self.link.closed
 
     @property
     def worth_waiting(self) -> bool:
@@ -281,7 +306,7 @@ class _Cell:
             self._end()
             for other in self._members.values():
                 other.move(self.home.cell())
-        elif self.slow and not self._members:
+        elif not self._members and (self.slow or self.home.spares(self)):
             self._end()
         else:
             self._tell(end=seq.number)
@@ -307,14 +332,16 @@ class _Cell:
     def _append(self, kind: bytes, serial: int, seq: IsolatedSequence, start: int, tokens: Sequence[int],
                 drafts: Sequence[int]) -> None:
         head = QUERY.pack(kind, serial, seq.number, start, len(tokens), len(drafts))
-        self._unsent.append(head + array("I", (*tokens, *drafts)).tobytes())
+        packet = head + array("I", (*tokens, *drafts)).tobytes()
+        self._unsent.append(packet)
+        self._unsent_bytes += len(packet)
         self.home.grammars.unsent[self] = None
-        if len(self._unsent) >= _ASKED_AT_ONCE or sum(map(len, self._unsent)) >= FULL_BYTES:
+        if len(self._unsent) >= _ASKED_AT_ONCE or self._unsent_bytes >= FULL_BYTES:
             self.send_asked()
 
     def send_asked(self) -> None:
-        self.home.grammars.unsent.pop(self, None)
-        unsent, self._unsent, self._num_unsent = self._unsent, [], 0
+        unsent = self._unsent
+        self._drop_unsent()
         if unsent:
             self.link.send(b"".join(unsent))
 
@@ -394,7 +421,7 @@ class _Cell:
 
     def _drop_unsent(self) -> None:
         self.home.grammars.unsent.pop(self, None)
-        self._unsent, self._num_unsent = [], 0
+        self._unsent, self._unsent_bytes, self._num_unsent = [], 0, 0
 
 
 class RequestGrammar:
@@ -435,7 +462,9 @@ class RequestGrammar:
         """For one more sequence."""
         if self._handed_out:
             first = self._sequences[0]
-            self._sequences.append(IsolatedSequence(self, self._home.cell(), first.first_mask))
+            # All in one cell, which counts what they compute together.
+            cell = first.cell if first.cell.open else self._home.cell()
+            self._sequences.append(IsolatedSequence(self, cell, first.first_mask))
         self._handed_out += 1
         return self._sequences[-1]
 
@@ -514,6 +543,10 @@ class IsolatedSequence:
         if not self.ready(output) and must_know and not self._cell.slow:
             self.claim.grammars.pump(PATIENCE_S)
         return self.is_over
+
+    @property
+    def cell(self) -> _Cell:
+        return self._cell
 
     @property
     def seconds_waited(self) -> float:
