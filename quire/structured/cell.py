@@ -30,7 +30,17 @@ from quire.structured.compiler import as_refusal, parse_grammar
 from quire.structured.matcher import CompiledGrammar, SequenceGrammar, allows_any
 from quire.structured.output import Output
 from quire.structured.packets import (
-    ANSWER, ANSWER_SECONDS, FULL_BYTES, LAST, OVER, PACKET_BYTES, QUERY, SLOW, SPENT, CellLimits)
+    ANSWER,
+    ANSWER_SECONDS,
+    FULL_BYTES,
+    LAST,
+    OVER,
+    PACKET_BYTES,
+    QUERY,
+    SLOW,
+    SPENT,
+    CellLimits,
+)
 from quire.structured.spec import StructuredOutputs
 from quire.structured.vocabulary import Vocabulary, import_xgrammar
 
@@ -205,8 +215,8 @@ class _StepDown(threading.Thread):
 
 
 class _Answers:
-    """Sends masks, several in a packet. None that is ready waits for one that takes long: who reads them takes the first
-    that is not there for the one at work."""
+    """Sends masks, several in a packet. None that is ready waits for one that takes long: the engine blames the first
+    that has not come for what the process computes."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link

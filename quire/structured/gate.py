@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 GRAMMAR_END = "structured_outputs"
 """The stop_reason of a sequence that ends because its grammar has nothing more to say and no token may say so."""
 _PATIENCE_SHARE, _MOST_PATIENCE = 0.2, 0.03
-"""Of the last step's seconds, and seconds: so long a step may wait for masks. Whoever is not in it has to wait for a whole
-step, and the step is not much shorter without."""
+"""Of the last step's seconds, and seconds: so long a step may wait for masks. Who is not in it waits for the next one,
+and the step is not much shorter for that: on a CPU a batch that came apart costs more than the wait."""
 _LONGEST_BLOCK = 0.05
 """Seconds that a request at the head of the queue may wait for a mask while others wait behind it."""
 

@@ -8,10 +8,10 @@ from typing import Final
 
 PACKET_BYTES: Final = 1 << 18
 QUERY: Final = struct.Struct("<cIIIII")
-"""b"Q", or b"T" where no answer is wanted; serial, sequence, first place that is new, tokens, drafts; then those. A packet
-has one or more."""
+"""b"Q", or b"T" where no answer is wanted; serial, sequence, first place that is new, tokens, drafts; then those. One
+or more in a packet."""
 ANSWER: Final = struct.Struct("<cIIBI")
-"""b"M", serial, place of the mask, flags, its bytes; then the mask. A packet has one or more."""
+"""b"M", serial, place of the mask, flags, its bytes; then the mask. One or more in a packet."""
 FULL_BYTES: Final = 1 << 16
 """What has as much is sent; a socket takes 200 KiB at once."""
 ANSWER_SECONDS: Final = 0.001
