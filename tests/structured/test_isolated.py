@@ -104,7 +104,10 @@ def test_who_takes_too_long_at_a_token_or_in_all_fails_and_is_told(tiny_folder: 
             settle(grammars, lambda heavy=heavy: heavy.settled)  # type: ignore[misc]
             field = f"structured_outputs.{next(iter(shape))}"
             assert heavy.refusal is not None and heavy.refusal.field == field
-            assert words in str(heavy.refusal) and str(heavy.refusal).startswith(field)
+            # Short of memory the compiler says so, or the C library ends its process.
+            said = str(heavy.refusal)
+            assert words in said or ("memory_bytes" in limits and "too much memory" in said)
+            assert said.startswith(field)
             heavy.release()
         finally:
             grammars.close()
