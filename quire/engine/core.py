@@ -147,6 +147,7 @@ class EngineCore:
             times.execute += time.perf_counter() - planned
         if self._futures:
             self._collect()
+            self.scheduler.compiling.step_took(times.execute)
         elif not stirred:
             self._rest(wait_for_kv)
         if self.peers is not None:

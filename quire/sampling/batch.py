@@ -115,9 +115,21 @@ class Edits:
     banned: tuple[Tensor, Tensor] | None
     penalties: Penalties | None
 
-    def apply_(self, logits: Tensor, kernels: SamplingKernels | None = None) -> None:
-        if self.masks is not None:
-            self.masks.apply_(logits, kernels)
+    def apply_(self, logits: Tensor, kernels: SamplingKernels | None = None) -> tuple[Tensor, Tensor | None]:
+        """The largest logit of each row before, and after if that is known by the way."""
+        if self.masks is None or kernels is None:
+            before, after = logits.amax(-1), None
+            if self.masks is not None:
+                self.masks.apply_(logits)
+        else:
+            before, after = kernels.mask_(logits, self.masks.rows, self.masks.words)
+        if self.allowed or self.bias is not None or self.banned is not None or self.penalties is not None:
+            self._apply_rest(logits)
+            after = None
+        return before, after
+
+    def _apply_rest(self, logits: Tensor) -> None:
+        """All but the masks."""
         for row, ids in self.allowed:
             kept = logits[row, ids]
             logits[row] = -math.inf

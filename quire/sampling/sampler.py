@@ -66,17 +66,16 @@ def sample(logits: Tensor, batch: SamplingBatch, kernels: SamplingKernels | None
     `spent`: then nobody reads them afterwards. `kernels` do what they can of it."""
     if batch.only_greedy and logits.device.type == "cpu":
         return _greedy(logits.numpy())
-    edited, raw_peak = logits, None
+    edited, raw_peak, found_peak = logits, None, None
     if batch.edits is not None:
-        raw_peak = logits.amax(-1)
         edited = logits if spent and not batch.logprob_rows else logits.clone()
-        batch.edits.apply_(edited, kernels)
+        raw_peak, found_peak = batch.edits.apply_(edited, kernels)
     if batch.any_greedy:
         tokens = argmax_rows(edited)
         peak = edited.gather(1, tokens[:, None]).squeeze(1)
     else:
         tokens = torch.zeros(batch.num_rows, dtype=torch.int64, device=logits.device)
-        peak = edited.amax(-1)
+        peak = edited.amax(-1) if found_peak is None else found_peak
     ways = (batch.plain, _draw_plain), (batch.nucleus, draw_nucleus), (batch.filtered, _draw_filtered)
     for draws, draw in ways:
         if draws is not None and kernels is not None:
@@ -112,8 +111,8 @@ def draw_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """
     edited, raw_peak = logits, None
     if batch.edits is not None:
-        raw_peak, edited = logits.amax(-1), logits.clone()
-        batch.edits.apply_(edited)
+        edited = logits.clone()
+        raw_peak, _ = batch.edits.apply_(edited)
     best = argmax_rows(edited)
     peak = edited.gather(1, best[:, None]).squeeze(1)
     weights = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)

@@ -196,6 +196,7 @@ class Scheduler:
                 self._planner.go_on(draft, draft.decoding if phase is Phase.DECODE else draft.prefilling)
             if not self.policy.goes_on(phase, self.limits.max_num_batched_tokens - draft.budget):
                 break
+        self.compiling.ask_now()
         self._state.short = draft.short or draft.preempted
         self._state.gave_way = draft.preempted or bool(draft.made_way)
         moves = self.cache.copies or self.cache.transfers.drafted or self.cache.transfers.cancels
@@ -291,6 +292,7 @@ class Scheduler:
             # Who finished, or was preempted, after the plan was made has left this row.
             if seq.epoch == epoch:
                 self._results.take_in(seq, entry, entry_result)
+        self.compiling.ask_now()
 
     def fail_step(self, message: str) -> None:
         """The oldest step in flight was lost: its sequences end with an error, everyone else goes on.

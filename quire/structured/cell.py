@@ -29,7 +29,18 @@ from quire.errors import QuireError
 from quire.structured.compiler import as_refusal, parse_grammar
 from quire.structured.matcher import CompiledGrammar, SequenceGrammar, allows_any
 from quire.structured.output import Output
-from quire.structured.packets import ANSWER, LAST, OVER, PACKET_BYTES, QUERY, SLOW, SPENT, CellLimits
+from quire.structured.packets import (
+    ANSWER,
+    ANSWER_SECONDS,
+    FULL_BYTES,
+    LAST,
+    OVER,
+    PACKET_BYTES,
+    QUERY,
+    SLOW,
+    SPENT,
+    CellLimits,
+)
 from quire.structured.spec import StructuredOutputs
 from quire.structured.vocabulary import Vocabulary, import_xgrammar
 
@@ -183,10 +194,11 @@ class _Followed:
 
 class _StepDown(threading.Thread):
     """Lowers the process's priority when the kernel's timer says that it has computed for too long at one mask. The
-    signal is written to a pipe at once; a handler in Python would wait for the mask."""
+    signal is written to a pipe at once; a handler in Python would wait for the mask. `then`: what it calls then."""
 
-    def __init__(self) -> None:
+    def __init__(self, then: Callable[[], None]) -> None:
         super().__init__(daemon=True)
+        self._then = then
         self._reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.signal(signal.SIGVTALRM, lambda number, frame: None)
@@ -199,6 +211,37 @@ class _StepDown(threading.Thread):
         os.read(self._reader, 1)
         _lower(os.getpid(), _LOWEST_NICE)
         self.done = True
+        self._then()
+
+
+class _Answers:
+    """Sends masks, several in a packet. None that is ready waits for one that takes long: the engine blames the first
+    that has not come for what the process computes."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._unsent: list[bytes] = []
+        self._num_bytes = 0
+        self._sent_at = 0.0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Questions have come."""
+        self._sent_at = time.monotonic()
+
+    def add(self, head: bytes, mask: bytes) -> None:
+        with self._lock:
+            self._unsent += (head, mask)
+            self._num_bytes += len(head) + len(mask)
+        if self._num_bytes >= FULL_BYTES or time.monotonic() - self._sent_at > ANSWER_SECONDS:
+            self.send()
+
+    def send(self) -> None:
+        with self._lock:
+            if self._unsent:
+                self._link.send(b"".join(self._unsent))
+                self._unsent, self._num_bytes = [], 0
+            self._sent_at = time.monotonic()
 
 
 class _Cell:
@@ -209,15 +252,35 @@ class _Cell:
         self._sequences: dict[int, _Followed] = {}
         self._spent: dict[int, float] = {}
         """Seconds of computing by request."""
+        self._answers = _Answers(link)
+        # Before the kernel ends it, what it has answered is sent.
+        self._quick_seconds = min(limits.mask_quick_seconds, limits.token_seconds / 2)
 
     def run(self) -> None:
         _tell(self._link, pid=os.getpid())
-        self._step_down = _StepDown()
-        while data := self._link.recv(PACKET_BYTES):
-            if data[:1] == b"{":
-                self._manage(json.loads(data))
-            else:
-                self._take(data)
+        self._step_down = _StepDown(self._answers.send)
+        space = bytearray(PACKET_BYTES)
+        try:
+            while size := self._link.recv_into(space):
+                data = bytes(memoryview(space)[:size])
+                if data[:1] == b"{":
+                    self._manage(json.loads(data))
+                else:
+                    self._take_all(data)
+        finally:
+            self._answers.send()
+
+    def _take_all(self, data: bytes) -> None:
+        self._answers.begin()
+        at = 0
+        while at < len(data):
+            head = QUERY.unpack_from(data, at)
+            first = at + QUERY.size
+            at = first + 4 * (head[4] + head[5])
+            self._take(head, array("I", data[first:at]).tolist())
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        self._answers.send()
 
     def _manage(self, message: dict[str, Any]) -> None:
         if "start" in message:
@@ -227,9 +290,8 @@ class _Cell:
         else:
             self._sequences.pop(message["end"], None)
 
-    def _take(self, data: bytes) -> None:
-        kind, serial, index, start, num_tokens, num_drafts = QUERY.unpack_from(data)
-        tokens = array("I", data[QUERY.size :]).tolist()
+    def _take(self, head: tuple[bytes, int, int, int, int, int], tokens: list[int]) -> None:
+        kind, serial, index, start, num_tokens, num_drafts = head
         followed = self._sequences[index]
         if start < len(followed.output):
             followed.grammar.rewound(start)
@@ -242,14 +304,12 @@ class _Cell:
         followed.num_followed = len(followed.output)
         signal.setitimer(signal.ITIMER_PROF, self._limits.token_seconds * (1 + num_drafts + again / 64))
         if not self._step_down.done:
-            signal.setitimer(signal.ITIMER_VIRTUAL, self._limits.mask_quick_seconds)
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._quick_seconds)
         masks = followed.grammar.masks(output, tokens[num_tokens:])
         over = len(masks) == 1 and not allows_any(masks[0]) and followed.grammar.over(output)
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         self._spent[followed.request] = spent = self._spent[followed.request] + time.process_time() - began
         flags = (OVER if over else 0) | (SPENT if spent > self._limits.request_seconds else 0)
         flags |= SLOW if self._step_down.done else 0
         for place, mask in enumerate(masks):
             last = LAST if place == len(masks) - 1 else 0
-            self._link.send(ANSWER.pack(b"M", serial, place, flags | last) + mask)
+            self._answers.add(ANSWER.pack(b"M", serial, place, flags | last, len(mask)), mask)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 GRAMMAR_END = "structured_outputs"
 """The stop_reason of a sequence that ends because its grammar has nothing more to say and no token may say so."""
+_PATIENCE_SHARE, _MOST_PATIENCE = 0.2, 0.03
+"""Of the last step's seconds, and seconds: so long a step may wait for masks. Who is not in it waits for the next one,
+and the step is not much shorter for that: on a CPU a batch that came apart costs more than the wait."""
 _LONGEST_BLOCK = 0.05
 """Seconds that a request at the head of the queue may wait for a mask while others wait behind it."""
 
@@ -30,6 +33,7 @@ class GrammarGate:
         """Where matchers live in processes of their own."""
         self._requests: dict[str, Request] = {}
         self._seen_over = 0
+        self._patience = PATIENCE_S
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -47,7 +51,7 @@ class GrammarGate:
     def settled(self) -> Iterator[Request]:
         """Let go of those whose grammar is there, or will not come."""
         if self.isolated is not None:
-            self.isolated.pump(PATIENCE_S if self.isolated.owes_masks else 0.0)
+            self.isolated.pump(self._patience if self.isolated.owes_masks else 0.0)
         for request in [r for r in self._requests.values() if r.grammar is None or r.grammar.settled]:
             del self._requests[request.request_id]
             yield request
@@ -84,6 +88,15 @@ class GrammarGate:
         self.isolated.pump(PATIENCE_S)
         return {row: found for row, found in drafts.items()
                 if row not in asked or asked[row][0].drafted(asked[row][1].tokens)}
+
+    def step_took(self, seconds: float) -> None:
+        """The longer steps take, the longer one may wait for masks."""
+        self._patience = min(max(PATIENCE_S, _PATIENCE_SHARE * seconds), _MOST_PATIENCE)
+
+    def ask_now(self) -> None:
+        """Send what was asked for: the caller goes on to something else."""
+        if self.isolated is not None:
+            self.isolated.ask_now()
 
     @property
     def owes_masks(self) -> bool:

@@ -10,25 +10,31 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import time
-from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from quire.errors import InvalidRequestError, InvariantError
+from quire.structured.asked_cell import AskedCell
 from quire.structured.compile_queue import CompileJob, CompileQueue
 from quire.structured.link import Hub, Link
 from quire.structured.output import agreement
-from quire.structured.packets import ANSWER, LAST, OVER, QUERY, SLOW, SPENT, CellLimits
+from quire.structured.packets import LAST, OVER, SPENT, CellLimits
 from quire.structured.spec import StructuredOutputs
 
 PATIENCE_S: Final = 0.01
-"""So long a step waits for masks, unless they are of grammars that are known to be slow."""
+"""So long a step waits for masks at least, unless they are of grammars that are known to be slow."""
 _SLOW_AT_ONCE: Final = 2
 _MOST_GRAMMARS: Final = 64
-"""That are kept, each in a process or two."""
-_TOKENS_IN_PACKET: Final = 16384
+"""That are kept, each in a process or two where no request runs."""
+_MOST_FIRST_MASKS: Final = 4
+"""Of one grammar that are kept."""
+_COMPANY: Final = 16
+"""Sequences that one cell follows before another is started: it makes their masks of a step one after another."""
+_MOST_CELLS: Final = 8
+"""Of one grammar, not counting slow ones, and no more than there are cores."""
 
 
 class IsolatedGrammars:
@@ -47,12 +53,14 @@ class IsolatedGrammars:
         self.cache_bytes = cache_bytes
         self._nursery: Link | None = None
         self._nursery_hurries = self._nursery_ready = False
-        self._homes: OrderedDict[tuple[str, bytes], _Home] = OrderedDict()
-        self._slow: list[_Cell] = []
+        self._homes: OrderedDict[tuple[str, bytes], GrammarHome] = OrderedDict()
+        self._slow: list[AskedCell] = []
         """Cells that are known to be slow and compute; all but the first few are paused."""
         self.numbers = itertools.count(1)
-        self.waiting: dict[_Cell, None] = {}
+        self.waiting: dict[AskedCell, None] = {}
         """Cells that owe an answer."""
+        self.unsent: dict[AskedCell, None] = {}
+        """Cells with questions that were not sent yet."""
 
     # ---- from the engine
 
@@ -62,11 +70,12 @@ class IsolatedGrammars:
         key = (tenant, spec.key)
         home = self._homes.get(key)
         if home is None:
-            home = self._homes[key] = _Home(self, key, spec, tenant)
+            home = self._homes[key] = GrammarHome(self, key, spec, tenant)
         self._homes.move_to_end(key)
         claim = RequestGrammar(self, home, spec.field, stop_ids)
         home.add(claim)
         self._evict()
+        self.ask_now()
         return claim
 
     @property
@@ -76,19 +85,29 @@ class IsolatedGrammars:
     def pump(self, patience: float = 0.0) -> None:
         """Take in what the processes say; wait so long for masks of requests that run and are not known to be slow."""
         until = time.monotonic() + patience
+        self.ask_now()
         while self.hub.pump(0.0):
             pass
+        self.ask_now()
         while patience and any(cell.worth_waiting for cell in self.waiting):
             left = until - time.monotonic()
             if left <= 0:
                 break
             self.hub.pump(left)
+            self.ask_now()
         for cell in list(self.waiting):
             cell.judge()
+        self.ask_now()
         self.queue.turn()
+
+    def ask_now(self) -> None:
+        """Send the questions that wait for company: whoever will not ask for more before it waits calls this."""
+        while self.unsent:
+            next(iter(self.unsent)).send_asked()
 
     def wait(self, seconds: float) -> None:
         """Until anything comes, but no longer than that."""
+        self.ask_now()
         self.hub.pump(seconds)
         self.pump()
 
@@ -102,7 +121,7 @@ class IsolatedGrammars:
         if self._nursery is None and importlib.util.find_spec("xgrammar") is not None:
             self._begin_nursery(hurry=False)
 
-    def begin_grammar(self, home: _Home, low: bool) -> Link:
+    def begin_grammar(self, home: GrammarHome, low: bool) -> Link:
         if self._nursery is None or self._nursery.closed or not (self._nursery_ready or self._nursery_hurries):
             nursery = self._begin_nursery(hurry=True)
         else:
@@ -126,7 +145,7 @@ class IsolatedGrammars:
         """It says one thing: that it is ready."""
         self._nursery_ready = True
 
-    def forget(self, home: _Home) -> None:
+    def forget(self, home: GrammarHome) -> None:
         self._homes.pop(home.key, None)
         home.close()
 
@@ -139,12 +158,12 @@ class IsolatedGrammars:
             if not home.claims:
                 self.forget(home)
 
-    def note_slow(self, cell: _Cell) -> None:
+    def note_slow(self, cell: AskedCell) -> None:
         """Only some such cells compute at once."""
         self._slow.append(cell)
         self._share_slow()
 
-    def answered(self, cell: _Cell) -> None:
+    def answered(self, cell: AskedCell) -> None:
         """It owes nothing more, or has gone."""
         self.waiting.pop(cell, None)
         if cell in self._slow:
@@ -152,7 +171,7 @@ class IsolatedGrammars:
             cell.link.resume()
             self._share_slow()
 
-    def asked(self, cell: _Cell) -> None:
+    def asked(self, cell: AskedCell) -> None:
         self.waiting[cell] = None
         if cell.slow and cell not in self._slow:
             self._slow.append(cell)
@@ -163,7 +182,7 @@ class IsolatedGrammars:
             (cell.link.resume if place < _SLOW_AT_ONCE else cell.link.pause)()
 
 
-class _Home:
+class GrammarHome:
     """One tenant's grammar: the process that compiles it, and the cell that new requests join."""
 
     def __init__(self, grammars: IsolatedGrammars, key: tuple[str, bytes], spec: StructuredOutputs,
@@ -172,7 +191,10 @@ class _Home:
         self.claims: set[RequestGrammar] = set()
         self.num_bytes = 0
         self.ready = False
-        self._cell: _Cell | None = None
+        self._cells: list[AskedCell] = []
+        """Those that requests may join."""
+        self._first_masks: dict[frozenset[int], bytes] = {}
+        """By what ends the output."""
         self._job = CompileJob(tenant, lambda low: grammars.begin_grammar(self, low), self._fail)
         grammars.queue.add(self._job)
 
@@ -211,14 +233,31 @@ class _Home:
             claim.fail(reason)
         self.grammars.forget(self)
 
-    def cell(self) -> _Cell:
-        """The one for requests that come now."""
-        if self._cell is None or self._cell.slow or self._cell.link.closed:
-            self._cell = self.new_cell()
-        return self._cell
+    def cell(self) -> AskedCell:
+        """The one for requests that come now: that with the fewest, or a new one where all have many and a core is left
+        for it."""
+        self._cells = [cell for cell in self._cells if cell.open]
+        found = min(self._cells, key=lambda cell: cell.num_members, default=None)
+        most = min(_MOST_CELLS, len(os.sched_getaffinity(0)))
+        if found is None or (found.num_members >= _COMPANY and len(self._cells) < most):
+            found = self.new_cell()
+            self._cells.append(found)
+        return found
 
-    def new_cell(self) -> _Cell:
-        cell = _Cell(self)
+    def first_mask(self, stop_ids: frozenset[int]) -> bytes | None:
+        """Of any output that begins, if it was made before: nobody waits for a cell to begin."""
+        return self._first_masks.get(stop_ids)
+
+    def keep_first_mask(self, stop_ids: frozenset[int], mask: bytes) -> None:
+        if len(self._first_masks) < _MOST_FIRST_MASKS:
+            self._first_masks[stop_ids] = mask
+
+    def spares(self, cell: AskedCell) -> bool:
+        """Are there others for requests that come later?"""
+        return any(other.open for other in self._cells if other is not cell)
+
+    def new_cell(self) -> AskedCell:
+        cell = AskedCell(self)
         cell.link, theirs = self.grammars.hub.pair(cell.take, cell.gone)
         assert self._job.link is not None
         self._job.link.send(b"{}", theirs)
@@ -226,133 +265,17 @@ class _Home:
 
     def close(self) -> None:
         self.grammars.queue.remove(self._job)
-        if self._cell is not None:
-            self._cell.link.close()
-            self.grammars.answered(self._cell)
+        for cell in self._cells:
+            cell.link.close()
+            self.grammars.answered(cell)
         if self._job.link is not None:
             self._job.link.close()
-
-
-class _Cell:
-    """A process with matchers. It answers in order, so that the first who waits is the one it computes for."""
-
-    link: Link
-
-    def __init__(self, home: _Home) -> None:
-        self.home = home
-        self.slow = False
-        self._members: dict[int, IsolatedSequence] = {}
-        self._asked: deque[tuple[int, IsolatedSequence]] = deque()
-        self._cpu = 0.0
-        """Seconds that it had computed when it began with the first of those."""
-
-    @property
-    def worth_waiting(self) -> bool:
-        """Will it soon answer for a request that could be planned then?"""
-        return not self.slow and any(seq.claim.started for _, seq in self._asked)
-
-    def join(self, seq: IsolatedSequence, spent: float = 0.0) -> None:
-        self._members[seq.number] = seq
-        self.link.tell(start=seq.number, request=seq.claim.number, stop_ids=sorted(seq.claim.stop_ids), spent=spent)
-
-    def leave(self, seq: IsolatedSequence) -> None:
-        """End at once what no request needs any more."""
-        self._members.pop(seq.number, None)
-        if self._asked and self._asked[0][1] is seq and (self.slow or not self._members):
-            self._end()
-            for other in self._members.values():
-                other.move(self.home.cell())
-        elif self.slow and not self._members:
-            self._end()
-        else:
-            self.link.tell(end=seq.number)
-
-    def ask(self, seq: IsolatedSequence, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
-        """For the masks after these tokens and after each of the drafts; the question's number."""
-        if not self._asked:
-            self._cpu = self.link.cpu_seconds
-        serial = next(self.home.grammars.numbers) & 0xFFFFFFFF
-        last = len(tokens) - len(tokens) % _TOKENS_IN_PACKET
-        self.show(seq, start, tokens[:last])
-        self._send(b"Q", serial, seq, start + last, tokens[last:], drafts)
-        self._asked.append((serial, seq))
-        self.home.grammars.asked(self)
-        return serial
-
-    def show(self, seq: IsolatedSequence, start: int, tokens: Sequence[int]) -> None:
-        """Tokens for which no mask is wanted yet."""
-        for place in range(0, len(tokens), _TOKENS_IN_PACKET):
-            self._send(b"T", 0, seq, start + place, tokens[place : place + _TOKENS_IN_PACKET], ())
-
-    def _send(self, kind: bytes, serial: int, seq: IsolatedSequence, start: int, tokens: Sequence[int],
-              drafts: Sequence[int]) -> None:
-        head = QUERY.pack(kind, serial, seq.number, start, len(tokens), len(drafts))
-        self.link.send(head + array("I", (*tokens, *drafts)).tobytes())
-
-    def take(self, data: bytes) -> None:
-        _, serial, _, flags = ANSWER.unpack_from(data)
-        asked, seq = self._asked[0]
-        if asked != serial:
-            return
-        if flags & LAST:
-            self._asked.popleft()
-            self._cpu = self.link.cpu_seconds if self._asked else 0.0
-            if not self._asked:
-                self.home.grammars.answered(self)
-        if flags & SLOW and not self.slow:
-            self._set_apart(seq.claim)
-        if seq.number in self._members:
-            seq.take(serial, data[ANSWER.size :], flags)
-
-    def judge(self) -> None:
-        """Has it computed for too long at one mask to have company?"""
-        limit = self.home.grammars.limits.mask_quick_seconds
-        if self.slow or not self._asked or self.link.cpu_seconds - self._cpu < limit:
-            return
-        slow = self._asked[0][1].claim
-        if not slow.running:  # its request has gone
-            self._end()
-            self._move_others(None)
-            return
-        self._set_apart(slow)
-
-    def _set_apart(self, slow: RequestGrammar) -> None:
-        """One request has it to itself from now on."""
-        self.slow = True
-        self._move_others(slow)
-        if self._asked:
-            self.home.grammars.note_slow(self)
-
-    def gone(self) -> None:
-        """The kernel has ended it, for what it computed when it ended."""
-        self.home.grammars.answered(self)
-        culprit = self._asked[0][1].claim if self._asked else None
-        self._move_others(culprit)
-        if culprit is not None:
-            limits = self.home.grammars.limits
-            culprit.fail(f"needs more than this engine gives a structured output: {1e3 * limits.token_seconds:g} ms of "
-                         f"computing for one token, or {limits.memory_bytes} bytes of memory: simplify it")
-
-    def _move_others(self, stays: RequestGrammar | None) -> None:
-        others = [seq for seq in self._members.values() if seq.claim is not stays]
-        for seq in others:
-            del self._members[seq.number]
-        self._asked = deque(pair for pair in self._asked if pair[1].claim is stays)
-        for seq in others:
-            if not self.link.closed:
-                self.link.tell(end=seq.number)
-            seq.move(self.home.cell())
-
-    def _end(self) -> None:
-        self.link.close()
-        self._asked.clear()
-        self.home.grammars.answered(self)
 
 
 class RequestGrammar:
     """A request's claim on a grammar, and what its sequences share. Settled when its first mask is there."""
 
-    def __init__(self, grammars: IsolatedGrammars, home: _Home, field: str, stop_ids: frozenset[int]) -> None:
+    def __init__(self, grammars: IsolatedGrammars, home: GrammarHome, field: str, stop_ids: frozenset[int]) -> None:
         self.grammars, self._home, self._field = grammars, home, field
         self.stop_ids = stop_ids
         self.number = next(grammars.numbers)
@@ -381,13 +304,20 @@ class RequestGrammar:
 
     def begin(self) -> None:
         """The grammar is compiled: have the first mask made, which is that of all its sequences."""
-        self._sequences.append(IsolatedSequence(self, self._home.cell()))
+        known = self._home.first_mask(self.stop_ids)
+        self._sequences.append(IsolatedSequence(self, self._home.cell(), known))
+
+    def keep_first_mask(self, mask: bytes) -> None:
+        """For requests that come later."""
+        self._home.keep_first_mask(self.stop_ids, mask)
 
     def start(self, stop_ids: frozenset[int]) -> IsolatedSequence:
         """For one more sequence."""
         if self._handed_out:
             first = self._sequences[0]
-            self._sequences.append(IsolatedSequence(self, self._home.cell(), first.first_mask))
+            # All in one cell, which counts what they compute together.
+            cell = first.cell if first.cell.open else self._home.cell()
+            self._sequences.append(IsolatedSequence(self, cell, first.first_mask))
         self._handed_out += 1
         return self._sequences[-1]
 
@@ -412,7 +342,7 @@ class IsolatedSequence:
     masks_of_all = None
     """Masks are made one by one in the cells, as their tokens come."""
 
-    def __init__(self, claim: RequestGrammar, cell: _Cell, first_mask: bytes | None = None) -> None:
+    def __init__(self, claim: RequestGrammar, cell: AskedCell, first_mask: bytes | None = None) -> None:
         self.claim = claim
         self.number = next(claim.grammars.numbers)
         self.first_mask = first_mask
@@ -468,6 +398,10 @@ class IsolatedSequence:
         return self.is_over
 
     @property
+    def cell(self) -> AskedCell:
+        return self._cell
+
+    @property
     def seconds_waited(self) -> float:
         """For the mask."""
         return 0.0 if self._mask is not None else time.monotonic() - self._asked_at
@@ -490,11 +424,13 @@ class IsolatedSequence:
         self._mask = mask
         if not self._told:
             self.first_mask = mask
+            if flags == LAST:
+                self.claim.keep_first_mask(mask)
         if flags & OVER:
             self.is_over = True
             self.claim.grammars.num_over += 1
 
-    def move(self, cell: _Cell) -> None:
+    def move(self, cell: AskedCell) -> None:
         """Its matcher is made anew in another cell, from the tokens."""
         self._cell = cell
         cell.join(self)

@@ -23,6 +23,8 @@ class Hub:
     def __init__(self) -> None:
         self._poll = select.epoll()
         self.links: dict[int, Link] = {}
+        self.space = bytearray(PACKET_BYTES)
+        """For the packet that is being read: fresh memory of that size for each would take longer than reading it."""
 
     def pair(self, on_packet: Callable[[bytes], None], on_gone: Callable[[], None]) -> tuple[Link, socket.socket]:
         """A new link, and the socket that the process at its other end gets."""
@@ -70,6 +72,7 @@ class Link:
         self._pid = 0
         self._pidfd = -1
         self._paused = False
+        self._watched = False
         self.closed = False
 
     # ---- to and fro
@@ -96,25 +99,31 @@ class Link:
                     fds = array.array("i", [handed_over.fileno()])
                     self._socket.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
             except BlockingIOError:
-                self._hub.watch_writes(self._socket.fileno(), True)
+                self._watch_writes(True)
                 return
             except OSError:
                 pass  # it has gone, which the next read shows
             self._unsent.popleft()
             if handed_over is not None:
                 handed_over.close()
-        self._hub.watch_writes(self._socket.fileno(), False)
+        self._watch_writes(False)
+
+    def _watch_writes(self, wanted: bool) -> None:
+        if wanted is not self._watched:
+            self._watched = wanted
+            self._hub.watch_writes(self._socket.fileno(), wanted)
 
     def ready(self, events: int) -> None:
         if events & select.EPOLLOUT:
             self._flush()
         while not self.closed:
             try:
-                data = self._socket.recv(PACKET_BYTES)
+                size = self._socket.recv_into(self._hub.space)
             except BlockingIOError:
                 return
             except OSError:
-                data = b""
+                size = 0
+            data = bytes(memoryview(self._hub.space)[:size])
             if not data:
                 self.close()
                 self._on_gone()

@@ -8,9 +8,14 @@ from typing import Final
 
 PACKET_BYTES: Final = 1 << 18
 QUERY: Final = struct.Struct("<cIIIII")
-"""b"Q", or b"T" where no answer is wanted; serial, sequence, first place that is new, tokens, drafts; then those."""
-ANSWER: Final = struct.Struct("<cIIB")
-"""b"M", serial, place of the mask, flags; then the mask."""
+"""b"Q", or b"T" where no answer is wanted; serial, sequence, first place that is new, tokens, drafts; then those. One
+or more in a packet."""
+ANSWER: Final = struct.Struct("<cIIBI")
+"""b"M", serial, place of the mask, flags, its bytes; then the mask. One or more in a packet."""
+FULL_BYTES: Final = 1 << 16
+"""What has as much is sent; a socket takes 200 KiB at once."""
+ANSWER_SECONDS: Final = 0.001
+"""An answer waits no longer than that, and one mask, for others that go with it."""
 LAST: Final = 1
 OVER: Final = 2
 SPENT: Final = 4

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json as jsonlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ MAX_TAG_BYTES: Final = 120 << 10
 MAX_CHOICES: Final = 1024
 MAX_CHOICE_BYTES: Final = 64 << 10
 """Of all choices together."""
+_KNOWN_CHARACTERS: Final = 8 << 10
 KINDS: Final = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 FIELD: Final = "structured_outputs"
 
@@ -115,17 +117,34 @@ def _json(value: Any) -> str:
             value = jsonlib.dumps(dict(value) if isinstance(value, Mapping) else value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise _refuse("json", f"is not plain JSON data: {error}") from None
-    text = _text("json", value, MAX_SCHEMA_BYTES)
+    return _checked("json", _text("json", value, MAX_SCHEMA_BYTES), _schema_problem)
+
+
+def _schema_problem(text: str) -> str | None:
     try:
         schema = jsonlib.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise _refuse("json", f"is not a JSON text: {error}") from None
+        return f"is not a JSON text: {error}"
     if not isinstance(schema, dict | bool):
-        raise _refuse("json", f"must be a JSON schema (an object), not {type(schema).__name__}")
-    problem = check_schema(schema)
+        return f"must be a JSON schema (an object), not {type(schema).__name__}"
+    return check_schema(schema)
+
+
+def _checked(kind: str, text: str, problem_of: Callable[[str], str | None]) -> str:
+    """What was found good lately is not looked at again: every request brings its schema, and so does each process that
+    reads it. Only small ones, of which nobody can tell from the time whether another has asked for them."""
+    if len(text) > _KNOWN_CHARACTERS:
+        problem = problem_of(text)
+    else:
+        problem = _known_problem(problem_of, text)
     if problem is not None:
-        raise _refuse("json", problem)
+        raise _refuse(kind, problem)
     return text
+
+
+@functools.lru_cache(64)
+def _known_problem(problem_of: Callable[[str], str | None], text: str) -> str | None:
+    return problem_of(text)
 
 
 def _no_constant(name: str) -> Any:
@@ -146,11 +165,7 @@ def _json_object(value: Any) -> bool:
 
 
 def _regex(value: Any) -> str:
-    text = _text("regex", value, MAX_REGEX_BYTES)
-    problem = check_regex(text)
-    if problem is not None:
-        raise _refuse("regex", problem)
-    return text
+    return _checked("regex", _text("regex", value, MAX_REGEX_BYTES), check_regex)
 
 
 def _choice(value: Any) -> tuple[str, ...]:
@@ -185,12 +200,12 @@ def _structural_tag(value: Any) -> str:
             value = jsonlib.dumps(dict(value), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise _refuse("structural_tag", f"is not plain JSON data: {error}") from None
-    text = _text("structural_tag", value, MAX_TAG_BYTES)
+    return _checked("structural_tag", _text("structural_tag", value, MAX_TAG_BYTES), _tag_problem)
+
+
+def _tag_problem(text: str) -> str | None:
     try:
         tag = jsonlib.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise _refuse("structural_tag", f"is not a JSON text: {error}") from None
-    problem = check_tag(tag)
-    if problem is not None:
-        raise _refuse("structural_tag", problem)
-    return text
+        return f"is not a JSON text: {error}"
+    return check_tag(tag)

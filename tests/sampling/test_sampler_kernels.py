@@ -12,6 +12,7 @@ from quire.kernels.cpu.sampling import CpuSampling
 from quire.sampling import SamplingParams
 from quire.sampling.batch import SamplingBatch, SamplingRow
 from quire.sampling.logprobs import rank_candidates, token_logprobs
+from quire.sampling.masks import TokenMasks
 from quire.sampling.sampler import sample
 from quire.sampling.token_logprobs import unpack_all
 
@@ -65,6 +66,38 @@ def test_tokens_statuses_and_reports_are_those_of_the_plain_pass(seed: int, voca
             assert (got.token_id, got.rank, got.top_ids) == (want.token_id, want.rank, want.top_ids)
             assert [got.logprob, *got.top_logprobs] == pytest.approx([want.logprob, *want.top_logprobs], abs=1e-6,
                                                                      rel=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [9, 37, 1024, 5003])
+def test_a_mask_tells_the_largest_logit_before_and_after_of_every_row(vocab: int) -> None:
+    rng, logits = random.Random(vocab), random_logits(40, vocab, 3)
+    logits[20, 7] = math.nan
+    words = torch.tensor([[rng.choice([-1, 0, rng.getrandbits(32) - (1 << 31)]) for _ in range(-(-vocab // 32))]
+                          for _ in range(30)], dtype=torch.int32)
+    words[3] = 0
+    rows = torch.tensor(rng.sample(range(40), 30))
+    words[rows.tolist().index(14) if 14 in rows else 0] = -1  # the one with +inf keeps it
+    expected, masked = logits.clone(), logits.clone()
+    TokenMasks(rows, words).apply_(expected)
+    before, after = KERNELS.mask_(masked, rows, words)
+    assert torch.equal(masked.nan_to_num(5e5), expected.nan_to_num(5e5))
+    for found, of in ((before, logits), (after, expected)):
+        assert torch.equal(found.nan_to_num(5e5), of.amax(-1).nan_to_num(5e5))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_with_nothing_but_masks_draw_as_the_plain_pass_does(seed: int) -> None:
+    rng, vocab = random.Random(seed), 700
+    rows = [SamplingRow(SamplingParams(temperature=0.8, top_p=rng.choice([1.0, 0.9])), seed, index, [1], 1)
+            for index in range(40)]
+    for row in rows[:: 1 + seed % 2]:
+        row.mask = b"".join(rng.choice([0xFFFFFFFF, 0, rng.getrandbits(32)]).to_bytes(4, "little")
+                            for _ in range(-(-vocab // 32)))
+    rows[2].mask = bytes(4 * -(-vocab // 32))
+    logits, batch = random_logits(40, vocab, seed), SamplingBatch.build(rows, vocab)
+    plain, found = sample(logits, batch), sample(logits, batch, KERNELS)
+    assert torch.equal(plain.status, found.status) and len(set(found.status.tolist())) == 3
+    assert torch.equal(plain.token_ids, found.token_ids)
 
 
 def test_spent_logits_draw_the_same_and_are_kept_where_log_probabilities_follow() -> None:

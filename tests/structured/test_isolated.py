@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from quire import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutpu
 from quire.engine.assembly.grammar_process import start_nursery
 from quire.structured.compile_queue import CompileJob, CompileQueue
 from quire.structured.compiler import GrammarCompiler
-from quire.structured.isolated import IsolatedGrammars, RequestGrammar
+from quire.structured.gate import GrammarGate
+from quire.structured.isolated import IsolatedGrammars, IsolatedSequence, RequestGrammar
 from quire.structured.packets import CellLimits
 from quire.structured.vocabulary import read_vocabulary
 from tests.async_engines import last, run, until
@@ -102,10 +104,96 @@ def test_who_takes_too_long_at_a_token_or_in_all_fails_and_is_told(tiny_folder: 
             settle(grammars, lambda heavy=heavy: heavy.settled)  # type: ignore[misc]
             field = f"structured_outputs.{next(iter(shape))}"
             assert heavy.refusal is not None and heavy.refusal.field == field
-            assert words in str(heavy.refusal) and str(heavy.refusal).startswith(field)
+            # Short of memory the compiler says so, or the C library ends its process.
+            said = str(heavy.refusal)
+            assert words in said or ("memory_bytes" in limits and "too much memory" in said)
+            assert said.startswith(field)
             heavy.release()
         finally:
             grammars.close()
+
+
+def _started(grammars: IsolatedGrammars, spec: StructuredOutputs, count: int) -> list[IsolatedSequence]:
+    """So many requests that have begun."""
+    claims = [grammars.submit(spec, stop_ids=frozenset({2})) for _ in range(count)]
+    settle(grammars, lambda: all(claim.settled for claim in claims))
+    return [claim.result().start(frozenset({2})) for claim in claims]
+
+
+def test_who_is_asked_with_a_slow_one_is_answered_and_not_to_blame(tiny_folder: Path) -> None:
+    """Questions share packets, and so do answers; whoever is slow still fails alone."""
+    grammars = grammars_of(tiny_folder, token_seconds=0.02)
+    try:
+        quick, slow = (tokenizer_of("byte_level").encode(text) for text in "ab")
+        seqs = _started(grammars, StructuredOutputs(regex="a[a-z]{2,40}|b((.?){100}){100}"), 12)
+        cell = seqs[0].cell
+        outputs = [slow if place == 5 else quick for place in range(12)]
+        sent: list[bytes] = []
+        send, cell.link.send = cell.link.send, lambda data: (sent.append(data), send(data))  # type: ignore
+        for seq, output in zip(seqs, outputs, strict=True):
+            assert not seq.ready(output)
+        grammars.ask_now()
+        assert 0 < len(sent) <= 2, "several questions in a packet"
+        settle(grammars, lambda: seqs[5].claim.refusal is not None
+               and all(seq.ready(output) for seq, output in zip(seqs, outputs, strict=True) if seq is not seqs[5]))
+        assert [seq.claim.refusal is not None for seq in seqs] == [place == 5 for place in range(12)]
+        assert "for one token" in str(seqs[5].claim.refusal)
+        for seq in seqs:
+            seq.claim.release()
+    finally:
+        grammars.close()
+
+
+def test_questions_that_a_dead_process_never_got_are_nobody_s_fault(isolated: IsolatedGrammars) -> None:
+    seqs = _started(isolated, StructuredOutputs(regex="[a-z]{2,30}"), 3)
+    cell, output = seqs[0].cell, tokenizer_of("byte_level").encode("a")
+    settle(isolated, lambda: cell.link._pid > 0)
+    os.kill(cell.link._pid, signal.SIGKILL)
+    for seq in seqs:
+        assert not seq.ready(output)
+    while not cell.link.closed:  # without sending what was asked
+        isolated.hub.pump(0.1)
+    settle(isolated, lambda: all(seq.ready(output) for seq in seqs))
+    assert all(seq.claim.refusal is None and seq.cell is not cell for seq in seqs)
+    for seq in seqs:
+        seq.claim.release()
+
+
+def test_many_sequences_of_a_grammar_have_several_cells_and_few_have_one(tiny_folder: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    grammars, spec = grammars_of(tiny_folder), StructuredOutputs(regex="[a-z]{2,30}")
+    try:
+        seqs = _started(grammars, spec, 64)
+        cells = [seq.cell for seq in seqs]
+        assert len(set(cells)) == 2 and {cells.count(cell) for cell in cells} == {32}
+        output = tokenizer_of("byte_level").encode("a")
+        settle(grammars, lambda: all([seq.ready(output) for seq in seqs]))
+        assert len({seq.masks(output, [])[0] for seq in seqs}) == 1
+        sibling = seqs[40].claim.start(frozenset({2}))
+        assert sibling.cell is cells[40], "what a request computes is counted in one place"
+        for seq in seqs:
+            seq.claim.release()
+        assert [cell.link.closed for cell in dict.fromkeys(cells)].count(False) == 1
+        # Whoever comes now has a mask at once, and the cell that is left.
+        claim = grammars.submit(spec, stop_ids=frozenset({2}))
+        assert claim.settled
+        (late,) = _started(grammars, spec, 1)
+        assert not late.cell.link.closed and late.masks([], []) == [seqs[0].first_mask]
+        other = grammars.submit(spec, stop_ids=frozenset({2, 70}))  # ends at another token: not the same mask
+        assert not other.settled
+        settle(grammars, lambda: other.settled)
+    finally:
+        grammars.close()
+
+
+def test_a_step_waits_for_masks_in_proportion_to_the_last() -> None:
+    gate, waited = GrammarGate(), list[float]()
+    gate.isolated = SimpleNamespace(owes_masks=True, pump=waited.append)  # type: ignore[assignment]
+    for seconds in (0.0, 0.001, 0.1, 9.0):
+        gate.step_took(seconds)
+        assert not list(gate.settled())
+    assert waited == pytest.approx([0.01, 0.01, 0.02, 0.03])
 
 
 class _Link:

@@ -1,8 +1,9 @@
 """`quire bench structured`: chats that answer in the shape of a JSON schema against the same chats without one.
 
-Both in one engine, taking turns; the ratio is the median over the rounds. Case `generate`: `LLM.chat`, whose masks are
-filled by one call for all sequences of a step. Case `process`: the engine in its own process, as a server has it, with
-matchers in processes of theirs.
+Both in one engine, taking turns at being first; the ratio is the median over the rounds. All answers have the same
+length, and the grammar is compiled before. Case `generate`: `LLM.chat`, whose masks are filled by one call for all
+sequences of a step. Case `process`: the engine in its own process, as a server has it, with matchers in processes of
+theirs. Steps are reported, too: a sequence whose mask is late is missing from its step, and one more is needed.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ import asyncio
 import json
 import statistics
 import time
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from quire.async_llm import AsyncLLM
+from quire.errors import QuireError
 from quire.llm import LLM
 from quire.sampling.params import SamplingParams
 from quire.structured.spec import StructuredOutputs
+
+if TYPE_CHECKING:
+    from quire.tokenizer.tokenizer import Tokenizer
 
 EXAMPLES = (
     "examples:\n"
@@ -59,13 +65,24 @@ def run(args: argparse.Namespace) -> int:
     machine = describe_machine()
     for case in args.cases:
         free, held = _generate(args) if case == "generate" else asyncio.run(_process(args))
-        ratios = [mine / other for mine, other in zip(held, free, strict=True)]
+        ratios = [mine.rate / other.rate for mine, other in zip(held, free, strict=True)]
         print(json.dumps({
             "bench": "structured", "case": case, "model": args.model, "streams": args.streams, "tokens": args.tokens,
-            "tok_s_free": round(statistics.median(free), 1), "tok_s_schema": round(statistics.median(held), 1),
-            "ratio": round(statistics.median(ratios), 3), "ratios": [round(ratio, 3) for ratio in ratios], **machine,
+            "tok_s_free": round(statistics.median(one.rate for one in free), 1),
+            "tok_s_schema": round(statistics.median(one.rate for one in held), 1),
+            "ratio": round(statistics.median(ratios), 3), "ratios": [round(ratio, 3) for ratio in ratios],
+            "steps_free": [one.steps for one in free], "steps_schema": [one.steps for one in held], **machine,
         }), flush=True)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """All chats once."""
+
+    rate: float
+    """Tokens a second."""
+    steps: int
 
 
 def _params(tokens: int) -> tuple[SamplingParams, SamplingParams]:
@@ -75,41 +92,58 @@ def _params(tokens: int) -> tuple[SamplingParams, SamplingParams]:
                                  structured_outputs=StructuredOutputs(json=SCHEMA))
 
 
-def _messages(streams: int) -> list[list[dict[str, str]]]:
-    return [[{"role": "user", "content": f"List people number {i} knows, as JSON."}] for i in range(streams)]
+def _prompts(tokenizer: Tokenizer | None, streams: int) -> list[dict[str, Any]]:
+    assert tokenizer is not None
+    return [{"prompt": tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"List people number {i} knows, as JSON."}]), "add_special_tokens": False}
+        for i in range(streams)]
 
 
-def _generate(args: argparse.Namespace) -> tuple[list[float], list[float]]:
-    found: tuple[list[float], list[float]] = ([], [])
+def _turns(args: argparse.Namespace) -> list[tuple[int, SamplingParams]]:
+    """0: without the schema, 1: with it. Who is first changes, so that what grows slower, or faster, meets both."""
+    pair = list(enumerate(_params(args.tokens)))
+    return [turn for place in range(args.rounds) for turn in (pair if place % 2 == 0 else pair[::-1])]
+
+
+def _generate(args: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
+    found: tuple[list[Turn], list[Turn]] = ([], [])
     with LLM(args.model, device=args.device, max_num_seqs=args.streams) as llm:
-        prompts = [llm.chat_prompt(one) for one in _messages(args.streams)]
+        prompts = _prompts(llm.tokenizer, args.streams)
         for params in _params(4):
             llm.generate(prompts, params, use_tqdm=False)
-        for _ in range(args.rounds):
-            for params, figures in zip(_params(args.tokens), found, strict=True):
-                began = time.perf_counter()
-                outputs = llm.generate(prompts, params, use_tqdm=False)
-                figures.append(sum(len(o.outputs[0].token_ids) for o in outputs) / (time.perf_counter() - began))
+        for which, params in _turns(args):
+            before, began = llm.metrics()["steps"], time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - began
+            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+            found[which].append(_turn(args, tokens, seconds, llm.metrics()["steps"] - before))
     return found
 
 
-async def _process(args: argparse.Namespace) -> tuple[list[float], list[float]]:
-    found: tuple[list[float], list[float]] = ([], [])
+async def _process(args: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
+    found: tuple[list[Turn], list[Turn]] = ([], [])
     async with await AsyncLLM.start(args.model, device=args.device, max_num_seqs=args.streams,
                                     max_waiting_requests=args.streams) as llm:
-        prompts = [f"List people number {i} knows, as JSON." for i in range(args.streams)]
+        prompts = _prompts(llm.tokenizer, args.streams)
         for params in _params(4):
             await _all(llm, prompts, params)
-        for _ in range(args.rounds):
-            for params, figures in zip(_params(args.tokens), found, strict=True):
-                began = time.perf_counter()
-                tokens = await _all(llm, prompts, params)
-                figures.append(tokens / (time.perf_counter() - began))
+        for which, params in _turns(args):
+            before, began = (await llm.metrics(refresh=True))["steps"], time.perf_counter()
+            tokens = await _all(llm, prompts, params)
+            seconds = time.perf_counter() - began
+            found[which].append(_turn(args, tokens, seconds, (await llm.metrics(refresh=True))["steps"] - before))
     return found
 
 
-async def _all(llm: AsyncLLM, prompts: list[str], params: SamplingParams) -> int:
-    async def one(prompt: str) -> int:
+def _turn(args: argparse.Namespace, tokens: int, seconds: float, steps: float) -> Turn:
+    if tokens != args.streams * args.tokens:
+        raise QuireError(f"{tokens} tokens came instead of {args.streams * args.tokens}: an answer ended by itself, or "
+                         "failed")
+    return Turn(tokens / seconds, int(steps))
+
+
+async def _all(llm: AsyncLLM, prompts: list[dict[str, Any]], params: SamplingParams) -> int:
+    async def one(prompt: dict[str, Any]) -> int:
         return sum([len(out.outputs[0].token_ids) async for out in llm.generate(prompt, params, output_kind="delta")])
 
     return sum(await asyncio.gather(*(one(prompt) for prompt in prompts)))

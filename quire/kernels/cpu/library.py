@@ -66,7 +66,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_link_join": (None, [_P, _N]),
     "quire_link_move": (_N, [_P, _P, _I, _N]),
     "quire_draw": (None, [_P] * 9 + [_I, _I]),
-    "quire_mask": (None, [_P] * 3 + [_I] * 3),
+    "quire_mask": (None, [_P] * 5 + [_I] * 3),
     "quire_rank": (None, [_P] * 7 + [_I, _I, _I]),
     "quire_replay": (_N, [_P, _I, _P, _P]),
     "quire_ring_write": (_U, [_P, _I, _U, _P, _U, _N]),

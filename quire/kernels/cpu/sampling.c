@@ -353,28 +353,63 @@ EXPORT void quire_rank(const float *logits, const int64_t *tokens, const float *
     quire_parallel(rank_task, &job, rows);
 }
 
+/* The largest of some logits, and whether one of them is no number. */
+typedef struct {
+    vf most;
+    vi broken;
+} extremes;
+
+INLINE void look(extremes *seen, vf x) {
+    seen->most = max_v(seen->most, x);
+    seen->broken |= x != x;
+}
+
+INLINE float peak_of(const extremes *seen) {
+    float top = -INFINITY, lanes[VL];
+    int32_t broken = 0;
+    store_v(lanes, seen->most);
+    for (int j = 0; j < VL; j++) broken |= seen->broken[j];
+    for (int j = 0; j < VL; j++) top = lanes[j] > top ? lanes[j] : top;
+    return broken ? NAN : top;
+}
+
 typedef struct {
     float *logits;
-    const int64_t *rows;
+    const int64_t *places;
     const uint32_t *words;
     int64_t width, mask_words;
+    float *before, *after;
 } mask_job;
 
 static void mask_task(void *arg, int64_t task) {
     const mask_job *job = arg;
-    float *x = job->logits + job->rows[task] * job->width;
-    const uint32_t *words = job->words + task * job->mask_words;
+    float *row = job->logits + task * job->width, rest[32];
+    const uint32_t *words = job->places[task] < 0 ? NULL : job->words + job->places[task] * job->mask_words;
+    extremes before = {set_v(-INFINITY), set_i(0)}, after = before;
     for (int64_t at = 0; at < job->width; at += 32) {
-        uint32_t word = words[at / 32];
+        uint32_t word = words == NULL ? UINT32_MAX : words[at / 32];
         int64_t n = job->width - at < 32 ? job->width - at : 32;
-        if (word == UINT32_MAX) continue;
-        for (int64_t i = 0; i < n; i++) x[at + i] = word >> i & 1 ? x[at + i] : -INFINITY;
+        float *x = n == 32 ? row + at : rest;
+        if (n < 32) {
+            for (int64_t i = n; i < 32; i++) rest[i] = -INFINITY;
+            memcpy(rest, row + at, (size_t)n * sizeof(float));
+        }
+        for (int i = 0; i < 32; i += VL) look(&before, load_v(x + i));
+        if (word == 0)
+            for (int i = 0; i < 32; i += VL) store_v(x + i, set_v(-INFINITY));
+        else if (word != UINT32_MAX)
+            for (int i = 0; i < 32; i++) x[i] = word >> i & 1 ? x[i] : -INFINITY;
+        for (int i = 0; word != 0 && i < 32; i += VL) look(&after, load_v(x + i));
+        if (n < 32) memcpy(row + at, rest, (size_t)n * sizeof(float));
     }
+    job->before[task] = peak_of(&before);
+    job->after[task] = peak_of(&after);
 }
 
-/* Row rows[i] of the logits without the tokens whose bit of mask i is not set. */
-EXPORT void quire_mask(float *logits, const int64_t *rows, const uint32_t *words, int64_t count, int64_t width,
-                       int64_t mask_words) {
-    mask_job job = {logits, rows, words, width, mask_words};
-    quire_parallel(mask_task, &job, count);
+/* Every row of the logits without the tokens whose bit is not set in mask places[row] (negative: none), and its largest
+ * logit before and after; NaN where there is one. */
+EXPORT void quire_mask(float *logits, const int64_t *places, const uint32_t *words, float *before, float *after,
+                       int64_t rows, int64_t width, int64_t mask_words) {
+    mask_job job = {logits, places, words, width, mask_words, before, after};
+    quire_parallel(mask_task, &job, rows);
 }

@@ -28,13 +28,18 @@ class CpuSampling:
             raise OutOfMemoryError("no memory to draw a token: lower max_num_seqs, or stop what else runs here")
         return out
 
-    def mask_(self, logits: Tensor, rows: Tensor, words: Tensor) -> None:
-        """Take from the `rows` of contiguous float32 logits what their masks (int32 [rows, words]) do not allow."""
+    def mask_(self, logits: Tensor, rows: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+        """Take from the `rows` of contiguous float32 logits what their masks (int32 [rows, words]) do not allow. The
+        largest logit of every row before and after, of which a pass of its own takes as long."""
         width, mask_words = logits.shape[1], words.shape[1]
         if not logits.is_contiguous() or mask_words * 32 < width:
             raise InvariantError(f"masks of {mask_words} words do not fit logits of {width} tokens in a row")
-        given = (logits, rows.contiguous(), words.contiguous())
-        self._library.quire_mask(*(tensor.data_ptr() for tensor in given), len(rows), width, mask_words)
+        places = torch.full((len(logits),), -1)
+        places[rows] = torch.arange(len(rows))
+        before, after = torch.empty(2, len(logits))
+        given = (logits, places, words.contiguous(), before, after)
+        self._library.quire_mask(*(tensor.data_ptr() for tensor in given), len(logits), width, mask_words)
+        return before, after
 
     def rank(self, logits: Tensor, token_ids: Tensor, peak: Tensor, count: int
              ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -33,14 +33,14 @@ class DeviceEdits:
     rows: Sequence[SampledRow]
     infos: Sequence[RowInfo]
 
-    def apply_(self, logits: Tensor, kernels: SamplingKernels | None = None) -> None:
-        if self.base is not None:
-            self.base.apply_(logits, kernels)
+    def apply_(self, logits: Tensor, kernels: SamplingKernels | None = None) -> tuple[Tensor, Tensor | None]:
+        before = logits.amax(-1) if self.base is None else self.base.apply_(logits, kernels)[0]
         for index, (row, info) in enumerate(zip(self.rows, self.infos, strict=True)):
             if info.bad_words:
                 _ban_words(logits[index], self.table, row, info)
             if info.params.penalised:
                 _penalise(logits[index], self.table, row, info)
+        return before, None
 
 
 def sample_special(logits: Tensor, rows: Sequence[SampledRow], table: DeviceTable) -> SamplerOutput:
