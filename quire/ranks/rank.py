@@ -153,7 +153,8 @@ class Rank:
             return 1
         source: PlanSource = self._messages
         if start.ring is not None:
-            source = RingReader(open_memory(start.ring), start.reader, start.num_readers, start.spin_seconds)
+            source = RingReader(open_memory(start.ring), start.reader, start.num_readers, start.spin_seconds,
+                                start.core)
         self._pulse.device_bytes = worker.device_bytes
         worker.arrivals.on_ring = lambda: self._report(worker)
         if start.place.tensor_rank == 0:
