@@ -31,6 +31,7 @@ INT = "i"
 LONG = "q"
 _HEAD = Struct("<q8I")
 _START = Struct("<iiiQ")
+_ONE_BLOCK = Struct("<iiii")
 _COPY = Struct("<iii")
 _TRANSFER = Struct("<q?")
 _ODD = Struct("<iiiiiI")
@@ -88,12 +89,7 @@ class PlanEncoder:
             _write_start(out, start, before)
             before = start.token_ids
         if plan.diffs:
-            numbers: list[int] = []
-            for diff in plan.diffs:
-                numbers += diff.row, diff.group, diff.start, len(diff.blocks)
-            for diff in plan.diffs:
-                numbers += diff.blocks
-            out.column(INT, numbers)
+            _write_diffs(out, plan.diffs)
         for copy in plan.copies:
             out.data += _COPY.pack(copy.group, copy.source, copy.target)
         for transfer in plan.transfers:
@@ -111,18 +107,16 @@ class PlanEncoder:
         entries, self._latest = plan.entries, None
         if plan.decoding is None:
             out.data.append(_OTHER)
-            rows, starts = [entry.row for entry in entries], [entry.start for entry in entries]
-        else:
+            out.column(INT, [entry.row for entry in entries])
+            out.column(INT, [entry.start for entry in entries])
+            _write_rest(out, entries)
+        elif not self._continues(out, *plan.decoding):
             rows, starts = plan.decoding
-            if self._continues(out, rows, starts):
-                return
             out.data.append(_DECODES)
+            out.column(INT, rows)
+            out.column(INT, starts)
             self._latest = _Decoding(rows, starts)
             self._recent = [self._latest, *self._recent[: _RECENT - 1]]
-        out.column(INT, rows)
-        out.column(INT, starts)
-        if plan.decoding is None:
-            _write_rest(out, entries)
 
     def _continues(self, out: FieldWriter, rows: list[int], starts: list[int]) -> bool:
         """Are these the sequences of a recent step, one token further? Lists of numbers are compared in C; to look at
@@ -165,8 +159,7 @@ class PlanDecoder:
             self._latest.move_on()
 
     def decode(self, data: bytes) -> tuple[StepPlan, list[Learned]]:
-        step, *counts = _HEAD.unpack_from(data)
-        freed, starts, diffs, copies, transfers, cancels, learned, entries = counts
+        step, freed, starts, diffs, copies, transfers, cancels, learned, entries = _HEAD.unpack_from(data)
         source = FieldReader(data, _HEAD.size)
         plan = StepPlan(step)
         if freed:
@@ -181,7 +174,7 @@ class PlanDecoder:
             plan.transfers = [_read_transfer(source) for _ in range(transfers)]
         if cancels:
             plan.cancels = source.column(LONG, cancels)
-        told = [_read_learned(source) for _ in range(learned)]
+        told = [_read_learned(source) for _ in range(learned)] if learned else []
         if entries:
             plan.entries = self._read_entries(source, entries)
         if not source.at_end:
@@ -222,16 +215,27 @@ def _read_rest(source: FieldReader, rows: list[int], starts: list[int]) -> list[
     return entries
 
 
+def _write_diffs(out: FieldWriter, diffs: list[TableDiff]) -> None:
+    sizes = [len(diff.blocks) for diff in diffs]
+    if sizes.count(1) == len(sizes):  # sequences that decode get a block now and then, one each
+        pack = _ONE_BLOCK.pack
+        out.data.append(1)
+        out.data += b"".join([pack(diff.row, diff.group, diff.start, diff.blocks[0]) for diff in diffs])
+        return
+    out.data.append(0)
+    out.column(INT, sizes)
+    for diff in diffs:
+        out.column(INT, (diff.row, diff.group, diff.start, *diff.blocks))
+
+
 def _read_diffs(source: FieldReader, count: int) -> list[TableDiff]:
-    heads = source.column(INT, 4 * count)
-    rows, groups, starts, sizes = (heads[part::4] for part in range(4))
-    blocks = source.column(INT, sum(sizes))
-    if sizes.count(1) == count:  # sequences that decode get a block now and then
-        return list(map(TableDiff, rows, groups, starts, [[block] for block in blocks]))
-    found, at = [], 0
-    for row, group, start, size in zip(rows, groups, starts, sizes, strict=True):
-        found.append(TableDiff(row, group, start, blocks[at : at + size]))
-        at += size
+    if source.take(1)[0]:
+        numbers = source.take(count * _ONE_BLOCK.size)
+        return [TableDiff(row, group, start, [block]) for row, group, start, block in _ONE_BLOCK.iter_unpack(numbers)]
+    found = []
+    for size in source.column(INT, count):
+        row, group, start, *blocks = source.column(INT, 3 + size)
+        found.append(TableDiff(row, group, start, blocks))
     return found
 
 
