@@ -105,7 +105,8 @@ static uint64_t wait_for(Signal *signal, void *mine, uint64_t seen, int64_t spin
  * the reader's own line: the writer may write there again. While a reader spins it offers its core to others, of whom
  * the writer may be one. A reader with a `core` of its own (else -1) waits on that one, and may leave it afterwards: two
  * that wait on one core begin one after the other, and what has just run is not moved to a core that falls idle. */
-EXPORT uint64_t quire_ring_wait(void *address, void *mine, uint64_t seen, int64_t spin_ns, int64_t timeout_ns, int32_t core) {
+EXPORT uint64_t quire_ring_wait(void *address, void *mine, uint64_t seen, int64_t spin_ns, int64_t timeout_ns,
+                                int32_t core) {
     cpu_set_t all, one;
     CPU_ZERO(&one);
     if (core >= 0) CPU_SET(core, &one);
