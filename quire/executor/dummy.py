@@ -57,6 +57,14 @@ def allowed_token(masks: bytes, wanted: int) -> EntryResult:
     return EntryResult([(rest & -rest).bit_length() - 1 + (wanted if after else 0)])
 
 
+def _check_decoding(plan: StepPlan, rows: list[int], starts: list[int]) -> None:
+    """Ranks are told of such a plan without a look at its entries: what it says of them must be so."""
+    entries = plan.entries
+    if ([entry.row for entry in entries] != rows or [entry.start for entry in entries] != starts
+            or not all(entry.decodes and not entry.masks for entry in entries)):
+        raise InvariantError(f"step {plan.step} does not only decode, or not what it says")
+
+
 class DummyExecutor(Executor):
     """Keeps rows as the worker would and draws `dummy_token`s."""
 
@@ -87,6 +95,8 @@ class DummyExecutor(Executor):
             self._described.pop(start.row, None)
             if start.params.logprobs is not None or start.params.prompt_logprobs is not None:
                 self._described[start.row] = start
+        if plan.decoding is not None:
+            _check_decoding(plan, *plan.decoding)
         moved = [TransferReport(start.number, len(start.moves), finished=True) for start in plan.transfers]
         return StepResult(plan.step, [self._run(entry) for entry in plan.entries], moved)
 

@@ -59,7 +59,7 @@ class LostRows:
             return SoundPlan(plan)
         entries = [entry for entry, lost in zip(plan.entries, refused, strict=True) if not lost]
         diffs = [diff for diff in plan.diffs if diff.row not in self._rows]
-        return SoundPlan(replace(plan, entries=entries, diffs=diffs), refused)
+        return SoundPlan(replace(plan, entries=entries, diffs=diffs, decoding=None), refused)
 
     def _refuses(self, entry: PlanEntry) -> bool:
         return entry.row in self._rows or entry.shares in self._rows

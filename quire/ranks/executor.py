@@ -163,6 +163,7 @@ class RankExecutor(Executor):
             self._give_up(str(error))
         if self.failure is not None:  # also when that happened before the step was in the queue
             self._give_up(str(self.failure))
+        self._encoder.prepare()
         self._start_here(plan)
         return future
 

@@ -35,8 +35,8 @@ class LocalLauncher:
         self.places = places
         self._worker = worker
         self._ring_memory = SharedMemory.create("ring", ring_bytes(len(places)))
-        self._cores = len(os.sched_getaffinity(0))
-        self.ring = RingWriter(self._ring_memory, len(places), offers_core=len(places) >= self._cores)
+        self._cores = sorted(os.sched_getaffinity(0))
+        self.ring = RingWriter(self._ring_memory, len(places), offers_core=len(places) >= len(self._cores))
         self._shared: SharedMemory | None = None
 
     def start(self) -> list[RankHandle]:
@@ -50,9 +50,10 @@ class LocalLauncher:
                 handles.append(self._rank())
                 start = RankStart(
                     place, self._worker, ranks_here=len(self.places),
-                    spin_seconds=SPIN_SECONDS if len(self.places) <= self._cores else 0.0,
+                    spin_seconds=SPIN_SECONDS if len(self.places) <= len(self._cores) else 0.0,
                     ring=MemoryAddress(os.getpid(), self._ring_memory.fd), reader=place.index,
-                    num_readers=len(self.places))
+                    num_readers=len(self.places),
+                    core=self._cores[place.index] if len(self.places) == len(self._cores) else None)
                 if parts is not None and self._shared is not None:
                     start = parts.give(start, os.getpid(), self._shared.fd)
                 handles[-1].link.send(Kind.START, start.to_json())

@@ -31,10 +31,14 @@ INT = "i"
 LONG = "q"
 _HEAD = Struct("<q8I")
 _START = Struct("<iiiQ")
+_ONE_BLOCK = Struct("<iiii")
 _COPY = Struct("<iii")
 _TRANSFER = Struct("<q?")
 _ODD = Struct("<iiiiiI")
 _NONE = -1
+_OTHER, _DECODES, _CONTINUES = range(3)
+"""Kinds of entries: any; those of a step that only decodes; those of such a step before, moved on. The last and the
+numbers after it say which."""
 _RECENT = 16
 """Steps that a later one may continue: at least as many as there are stages with different sequences in them."""
 
@@ -55,25 +59,24 @@ class _Decoding:
 
     rows: list[int]
     starts: list[int]
-    ahead: int = 1
-    """Steps that have continued it, and one: the next begins so many tokens later."""
+    """Of the step that would continue it, once `moved`."""
+    moved: bool = False
 
-    def goes_on(self, entries: list[PlanEntry]) -> bool:
-        """Are these its sequences, one token further? Asked at every step, so it asks the least: an entry that decodes
-        has nothing more than masks (see `PlanEntry`)."""
-        if len(entries) != len(self.rows):
-            return False
-        ahead = self.ahead
-        for entry, row, start in zip(entries, self.rows, self.starts, strict=True):
-            if (entry.row != row or entry.start - ahead != start or entry.num_tokens != 1 or not entry.sample
-                    or entry.masks):
-                return False
-        return True
+    def move_on(self) -> None:
+        if not self.moved:
+            self.starts = [start + 1 for start in self.starts]
+        self.moved = True
 
 
 class PlanEncoder:
     def __init__(self) -> None:
         self._recent: list[_Decoding] = []
+        self._latest: _Decoding | None = None
+
+    def prepare(self) -> None:
+        """The plan is sent, and there is time until the next: it is likely to continue this one."""
+        if self._latest is not None:
+            self._latest.move_on()
 
     def encode(self, plan: StepPlan, learned: Sequence[Learned] = ()) -> bytearray:
         out = FieldWriter()
@@ -86,12 +89,7 @@ class PlanEncoder:
             _write_start(out, start, before)
             before = start.token_ids
         if plan.diffs:
-            numbers: list[int] = []
-            for diff in plan.diffs:
-                numbers += diff.row, diff.group, diff.start, len(diff.blocks)
-            for diff in plan.diffs:
-                numbers += diff.blocks
-            out.column(INT, numbers)
+            _write_diffs(out, plan.diffs)
         for copy in plan.copies:
             out.data += _COPY.pack(copy.group, copy.source, copy.target)
         for transfer in plan.transfers:
@@ -102,28 +100,34 @@ class PlanEncoder:
             out.column(INT, (each.row, each.position))
             out.numbers(INT, each.tokens)
         if plan.entries:
-            self._write_entries(out, plan.entries)
+            self._write_entries(out, plan)
         return out.data
 
-    def _write_entries(self, out: FieldWriter, entries: list[PlanEntry]) -> None:
+    def _write_entries(self, out: FieldWriter, plan: StepPlan) -> None:
+        entries, self._latest = plan.entries, None
+        if plan.decoding is None:
+            out.data.append(_OTHER)
+            out.column(INT, [entry.row for entry in entries])
+            out.column(INT, [entry.start for entry in entries])
+            _write_rest(out, entries)
+        elif not self._continues(out, *plan.decoding):
+            rows, starts = plan.decoding
+            out.data.append(_DECODES)
+            out.column(INT, rows)
+            out.column(INT, starts)
+            self._latest = _Decoding(rows, starts)
+            self._recent = [self._latest, *self._recent[: _RECENT - 1]]
+
+    def _continues(self, out: FieldWriter, rows: list[int], starts: list[int]) -> bool:
+        """Are these the sequences of a recent step, one token further? Lists of numbers are compared in C; to look at
+        hundreds of entries would take longer than all else that is done for a plan."""
         for place, known in enumerate(self._recent):
-            if known.goes_on(entries):
-                known.ahead += 1
-                out.data.append(1 + place)
-                return
-        rows = [entry.row for entry in entries]
-        starts = [entry.start for entry in entries]
-        odd = [place for place, entry in enumerate(entries) if entry.says_more]
-        if not odd and all(entry.decodes for entry in entries):
-            self._recent = [_Decoding(rows, starts), *self._recent[: _RECENT - 1]]
-        out.data.append(0)
-        out.column(INT, rows)
-        out.column(INT, starts)
-        out.column(INT, [entry.num_tokens for entry in entries])
-        out.data += bytes([entry.sample for entry in entries])
-        out.numbers(INT, odd)
-        for place in odd:
-            _write_odd(out, entries[place])
+            known.move_on()
+            if known.starts == starts and known.rows == rows:
+                known.moved, self._latest = False, known
+                out.data.append(_CONTINUES + place)
+                return True
+        return False
 
 
 @dataclass(slots=True)
@@ -155,8 +159,7 @@ class PlanDecoder:
             self._latest.move_on()
 
     def decode(self, data: bytes) -> tuple[StepPlan, list[Learned]]:
-        step, *counts = _HEAD.unpack_from(data)
-        freed, starts, diffs, copies, transfers, cancels, learned, entries = counts
+        step, freed, starts, diffs, copies, transfers, cancels, learned, entries = _HEAD.unpack_from(data)
         source = FieldReader(data, _HEAD.size)
         plan = StepPlan(step)
         if freed:
@@ -171,7 +174,7 @@ class PlanDecoder:
             plan.transfers = [_read_transfer(source) for _ in range(transfers)]
         if cancels:
             plan.cancels = source.column(LONG, cancels)
-        told = [_read_learned(source) for _ in range(learned)]
+        told = [_read_learned(source) for _ in range(learned)] if learned else []
         if entries:
             plan.entries = self._read_entries(source, entries)
         if not source.at_end:
@@ -179,35 +182,60 @@ class PlanDecoder:
         return plan, told
 
     def _read_entries(self, source: FieldReader, count: int) -> list[PlanEntry]:
-        continued = source.take(1)[0]
+        kind = source.take(1)[0]
         self._latest = None
-        if continued:
-            self._latest = known = self._recent[continued - 1]
+        if kind >= _CONTINUES:
+            self._latest = known = self._recent[kind - _CONTINUES]
             known.move_on()
             known.moved = False
             return known.entries
-        rows, starts, counts = (source.column(INT, count) for _ in range(3))
-        samples = list(map(bool, source.take(count)))
-        entries = list(map(PlanEntry, rows, starts, counts, samples))
-        odd = source.numbers(INT)
-        for place in odd:
-            _read_odd(source, entries[place])
-        if not odd and counts.count(1) == count and False not in samples:
-            self._latest = _Entries(entries)
-            self._recent = [self._latest, *self._recent[: _RECENT - 1]]
-        return entries
+        rows, starts = (source.column(INT, count) for _ in range(2))
+        if kind == _OTHER:
+            return _read_rest(source, rows, starts)
+        self._latest = _Entries([PlanEntry(row, start, 1, True) for row, start in zip(rows, starts, strict=True)])
+        self._recent = [self._latest, *self._recent[: _RECENT - 1]]
+        return self._latest.entries
+
+
+def _write_rest(out: FieldWriter, entries: list[PlanEntry]) -> None:
+    """Of entries of all kinds, all but their rows and starts."""
+    out.column(INT, [entry.num_tokens for entry in entries])
+    out.data += bytes([entry.sample for entry in entries])
+    odd = [place for place, entry in enumerate(entries) if entry.says_more]
+    out.numbers(INT, odd)
+    for place in odd:
+        _write_odd(out, entries[place])
+
+
+def _read_rest(source: FieldReader, rows: list[int], starts: list[int]) -> list[PlanEntry]:
+    counts = source.column(INT, len(rows))
+    entries = list(map(PlanEntry, rows, starts, counts, map(bool, source.take(len(rows)))))
+    for place in source.numbers(INT):
+        _read_odd(source, entries[place])
+    return entries
+
+
+def _write_diffs(out: FieldWriter, diffs: list[TableDiff]) -> None:
+    sizes = [len(diff.blocks) for diff in diffs]
+    if sizes.count(1) == len(sizes):  # sequences that decode get a block now and then, one each
+        pack = _ONE_BLOCK.pack
+        out.data.append(1)
+        out.data += b"".join([pack(diff.row, diff.group, diff.start, diff.blocks[0]) for diff in diffs])
+        return
+    out.data.append(0)
+    out.column(INT, sizes)
+    for diff in diffs:
+        out.column(INT, (diff.row, diff.group, diff.start, *diff.blocks))
 
 
 def _read_diffs(source: FieldReader, count: int) -> list[TableDiff]:
-    heads = source.column(INT, 4 * count)
-    rows, groups, starts, sizes = (heads[part::4] for part in range(4))
-    blocks = source.column(INT, sum(sizes))
-    if sizes.count(1) == count:  # sequences that decode get a block now and then
-        return list(map(TableDiff, rows, groups, starts, [[block] for block in blocks]))
-    found, at = [], 0
-    for row, group, start, size in zip(rows, groups, starts, sizes, strict=True):
-        found.append(TableDiff(row, group, start, blocks[at : at + size]))
-        at += size
+    if source.take(1)[0]:
+        numbers = source.take(count * _ONE_BLOCK.size)
+        return [TableDiff(row, group, start, [block]) for row, group, start, block in _ONE_BLOCK.iter_unpack(numbers)]
+    found = []
+    for size in source.column(INT, count):
+        row, group, start, *blocks = source.column(INT, 3 + size)
+        found.append(TableDiff(row, group, start, blocks))
     return found
 
 

@@ -153,7 +153,8 @@ class Rank:
             return 1
         source: PlanSource = self._messages
         if start.ring is not None:
-            source = RingReader(open_memory(start.ring), start.reader, start.num_readers, start.spin_seconds)
+            source = RingReader(open_memory(start.ring), start.reader, start.num_readers, start.spin_seconds,
+                                start.core)
         self._pulse.device_bytes = worker.device_bytes
         worker.arrivals.on_ring = lambda: self._report(worker)
         if start.place.tensor_rank == 0:
@@ -172,13 +173,13 @@ class Rank:
         decoder, number = PlanDecoder(), 0
         learns = not start.place.is_last
         while True:
+            step = _StepUnderWay(number + 1, 0, start.place.is_sampler, collectives, kv)
             data = source.read(_WAIT_SECONDS)
             if data is None:
                 continue
             if not data:
                 return
-            number += 1
-            step = _StepUnderWay(number, time.monotonic_ns(), start.place.is_sampler, collectives, kv)
+            number, step.began = number + 1, time.monotonic_ns()
             try:
                 plan, learned = decoder.decode(data)
                 step.step = plan.step

@@ -72,14 +72,17 @@ class RingWriter:
 
 
 class RingReader:
-    def __init__(self, memory: SharedMemory, reader: int, num_readers: int, spin_seconds: float) -> None:
-        """`spin_seconds`: how long it looks for a message before it sleeps until one comes."""
+    def __init__(self, memory: SharedMemory, reader: int, num_readers: int, spin_seconds: float,
+                 core: int | None = None) -> None:
+        """`spin_seconds`: how long it looks for a message before it sleeps until one comes. `core`: on which it waits,
+        while others wait on theirs."""
         self._memory = memory
         self._mine = memory.address + _LINE * (1 + reader)
         self._first = _LINE * (1 + num_readers)
         self._capacity = memory.size - self._first
         self._seen = self._written = 0
         self._spin_ns = int(spin_seconds * 1e9)
+        self._core = -1 if core is None else core
         self._wait = load().quire_ring_wait
         self._pieces: list[bytes] = []
 
@@ -88,7 +91,7 @@ class RingReader:
         while True:
             if self._written == self._seen:
                 self._written = self._wait(self._memory.address, self._mine, self._seen, self._spin_ns,
-                                           int(seconds * 1e9))
+                                           int(seconds * 1e9), self._core)
                 if self._written == self._seen:
                     return None
             piece, more = self._take()

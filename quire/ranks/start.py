@@ -33,6 +33,8 @@ class RankStart:
     """Where plans come from; None: they come as messages."""
     reader: int = 0
     num_readers: int = 1
+    core: int | None = None
+    """On which it waits for plans, where there are as many ranks as cores."""
     group: MemoryAddress | None = None
     """Of the tensor ranks of its stage, where they share a machine."""
     before: MemoryAddress | None = None

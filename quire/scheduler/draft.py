@@ -46,6 +46,8 @@ class Draft:
     """Preempted for a request of higher priority; they wait for the next step at least."""
     leaders: PrefixLeaders | None = None
     """Made when a waiting request is looked at."""
+    decodes_only: bool = True
+    """Every entry planned so far computes one token and draws; of masks nothing is said."""
     preempted: bool = False
     short: bool = False
     """A running sequence found no block, though some will come free when plans in flight are done."""

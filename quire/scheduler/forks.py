@@ -24,7 +24,7 @@ class Forks:
             # The worker has not drawn these tokens: the search chose them.
             entry.given = tuple(seq.tokens[max(entry.start, seq.num_prompt_tokens) : end])
             entry.candidates = request.beams.num_candidates if entry.sample else 0
-            entry.sample = False
+            entry.sample = draft.decodes_only = False
         draft.add(seq, entry)
         if entry.sample and end == seq.num_prompt_tokens:
             self._fork_at_prompt(draft, seq, end)
@@ -33,6 +33,7 @@ class Forks:
         """The leader's logits at the end of the prompt are everyone's: each sibling draws from them."""
         siblings = unforked(leader.request)
         if self._fork(leader, siblings, end):
+            draft.decodes_only = False
             for seq in siblings:
                 draft.add(seq, PlanEntry(seq.row, end, 0, True, shares=leader.row))
 

@@ -161,6 +161,9 @@ class StepPlan:
     cancels: list[int] = field(default_factory=list)
     """Cancelled transfers: the worker may skip what it has not begun. Each still reports its end."""
     entries: list[PlanEntry] = field(default_factory=list)
+    decoding: tuple[list[int], list[int]] | None = field(default=None, compare=False, repr=False)
+    """Rows and starts of the entries, where every one of them decodes and has no masks: whoever plans knows, and ranks
+    are told of such a step without a look at each entry. None: nothing is known. It does not cross to ranks."""
 
     @property
     def num_tokens(self) -> int:

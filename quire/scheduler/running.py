@@ -97,6 +97,7 @@ class RunningPlanner:
             self._endings.quarantine(seq, error)
             return True
         in_worker = 0 if drafts.tokens else drafts.count
+        draft.decodes_only = False
         draft.add(seq, PlanEntry(seq.row, start, tokens, True, drafts.tokens, device_drafts=in_worker,
                                  parents=drafts.parents, draft_depth=drafts.depth))
         return True
@@ -106,7 +107,10 @@ class RunningPlanner:
         request = seq.request
         start = seq.num_computed
         end = start + tokens
-        entry = PlanEntry(seq.row, start, tokens, end == len(seq.tokens) + seq.num_pending)
+        draws = end == len(seq.tokens) + seq.num_pending
+        entry = PlanEntry(seq.row, start, tokens, draws)
+        if tokens != 1 or not draws:
+            draft.decodes_only = False
         if start < seq.num_prompt_tokens - 1 and request.params.prompt_logprobs is not None:
             first = max(start, request.prompt_logprobs_done)
             entry.prompt_logprobs_from = first if first < min(end, seq.num_prompt_tokens - 1) else None

@@ -212,7 +212,9 @@ class Scheduler:
         self._add_transfers(plan)
         planned = list(draft.planned.values())
         plan.entries = [entry for _, entry, _ in planned]
-        add_masks((seq, entry) for seq, entry, _ in planned)
+        masked = add_masks((seq, entry) for seq, entry, _ in planned)
+        if draft.decodes_only and not masked:
+            plan.decoding = list(draft.planned), [entry.start for entry in plan.entries]
         for seq, entry, _ in planned:
             for table in seq.kv.tables:
                 if table.dirty_from < len(table.blocks):

@@ -152,14 +152,16 @@ def fail_if_slow(request: Request) -> None:
         grammar.claim.fail("was too slow to go on after a preemption: simplify it")
 
 
-def add_masks(planned: Iterable[tuple[Sequence, PlanEntry]]) -> None:
+def add_masks(planned: Iterable[tuple[Sequence, PlanEntry]]) -> bool:
     """Tell a plan's entries which tokens may be drawn, where their sequences have a grammar to follow. Those without
-    drafts are filled together, if their matchers are here and can be."""
+    drafts are filled together, if their matchers are here and can be. Returns whether any has a grammar."""
     together: list[tuple[PlanEntry, Any, Output]] = []
+    masked = False
     for seq, entry in planned:
         request = seq.request
         if request.start_grammar is None or not entry.sample:
             continue
+        masked = True
         if seq.grammar is None:
             seq.grammar = request.start_grammar(request.stop_ids)
         output = _output(seq)
@@ -172,6 +174,7 @@ def add_masks(planned: Iterable[tuple[Sequence, PlanEntry]]) -> None:
         found = fill([(grammar, output) for _, grammar, output in together])
         for (entry, _, _), mask in zip(together, found, strict=True):
             entry.masks = mask
+    return masked
 
 
 def grammar_over(seq: Sequence) -> bool:

@@ -40,6 +40,20 @@ def test_a_gap_or_an_unknown_row_in_a_plan_is_noticed() -> None:
         executor.submit(StepPlan(3, entries=[PlanEntry(1, 0, 1, True)]))
 
 
+@pytest.mark.parametrize("entry, said", [
+    (PlanEntry(0, 3, 1, True), ([0], [2])), (PlanEntry(0, 3, 1, True), ([1], [3])),
+    (PlanEntry(0, 3, 1, True), ([], [])),
+    (PlanEntry(0, 3, 1, False), ([0], [3])), (PlanEntry(0, 3, 2, True), ([0], [3])),
+    (PlanEntry(0, 3, 1, True, masks=b"1111"), ([0], [3])),
+])
+def test_a_plan_that_says_wrongly_that_it_only_decodes_is_noticed(
+        entry: PlanEntry, said: tuple[list[int], list[int]]) -> None:
+    executor = DummyExecutor()
+    executor.submit(StepPlan(1, starts=[start(0)], entries=[PlanEntry(0, 0, 3, True)]))
+    with pytest.raises(InvariantError, match="does not only decode"):
+        executor.submit(StepPlan(2, entries=[entry], decoding=said))
+
+
 def test_a_freed_row_can_be_started_again() -> None:
     executor = DummyExecutor()
     executor.submit(StepPlan(1, starts=[start(0)], entries=[PlanEntry(0, 0, 3, True)]))

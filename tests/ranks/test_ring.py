@@ -97,3 +97,20 @@ def test_a_reader_without_messages_uses_no_processor() -> None:
     assert reader.read(0.3) is None
     assert time.thread_time() - began < 0.03
     memory.close()
+
+
+def test_a_reader_with_a_core_of_its_own_waits_there_and_may_leave_it_afterwards() -> None:
+    memory = SharedMemory.create("test", ring_bytes(1, 192))
+    allowed, core = os.sched_getaffinity(0), max(os.sched_getaffinity(0))
+    reader = RingReader(memory, 0, 1, spin_seconds=0.0, core=core)
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.extend((reader.read(30.0), os.sched_getaffinity(0))))
+    thread.start()
+    until = time.monotonic() + 20
+    while os.sched_getaffinity(thread.native_id or 0) != {core} and time.monotonic() < until:
+        time.sleep(0.001)
+    assert os.sched_getaffinity(thread.native_id or 0) == {core}
+    RingWriter(memory, 1).write(b"go", nothing)
+    thread.join()
+    assert found == [b"go", allowed]
+    memory.close()

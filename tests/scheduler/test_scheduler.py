@@ -54,6 +54,25 @@ def prompt(n: int, salt: int = 0) -> list[int]:
     return [100 * salt + i for i in range(n)]
 
 
+# ---- what is said of a step
+
+
+def test_a_step_in_which_everybody_decodes_says_so_and_one_with_a_chunk_does_not() -> None:
+    """The executor of these tests refuses a plan that says so wrongly."""
+    d = drive(max_num_batched_tokens=8)
+    d.add(make_request("a", prompt(3), 9), make_request("b", prompt(4, 1), 9))
+    said = []
+    for _ in range(6):
+        if len(said) == 3:
+            d.add(make_request("c", prompt(7, 2), 2))
+        plan = d.scheduler.schedule()
+        assert plan is not None
+        said.append(plan.decoding)
+        d.scheduler.update(d.executor.execute(plan))
+    decodes = [([0, 1], [3, 4]), ([0, 1], [4, 5])], [([0, 1, 2], [6, 7, 6]), ([0, 1, 2], [7, 8, 7])]
+    assert said == [None, *decodes[0], None, *decodes[1]]  # the last token of a prompt is computed as any other
+
+
 # ---- order
 
 

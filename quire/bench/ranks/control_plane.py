@@ -96,5 +96,6 @@ def _prompts(sequences: int) -> StepPlan:
 def _decoding(step: int, sequences: int) -> StepPlan:
     """One token more for everybody; every sixteenth gets a block."""
     diffs = [TableDiff(row, 0, 1 + step // _BLOCK, [row]) for row in range(step % _BLOCK, sequences, _BLOCK)]
-    return StepPlan(2 + step, diffs=diffs,
-                    entries=[PlanEntry(row, _BLOCK + step, 1, True) for row in range(sequences)])
+    rows = list(range(sequences))
+    return StepPlan(2 + step, diffs=diffs, entries=[PlanEntry(row, _BLOCK + step, 1, True) for row in rows],
+                    decoding=(rows, [_BLOCK + step for _ in rows]))

@@ -72,7 +72,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_ring_write": (_U, [_P, _I, _U, _P, _U, _N]),
     "quire_ring_wake": (None, [_P]),
     "quire_ring_yield": (None, []),
-    "quire_ring_wait": (_U, [_P, _P, _U, _I, _I]),
+    "quire_ring_wait": (_U, [_P, _P, _U, _I, _I, _N]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
 ABI_VERSION = 15

@@ -76,11 +76,7 @@ EXPORT void quire_ring_yield(void) { sched_yield(); }
 /* Something is about to be published: readers that sleep get up and spin. */
 EXPORT void quire_ring_wake(void *address) { wake(address); }
 
-/* Bytes published, once they are more than `seen`, or the same when `timeout_ns` have passed. What was seen is noted in
- * the reader's own line: the writer may write there again. While a reader spins it offers its core to others, of whom
- * the writer may be one. */
-EXPORT uint64_t quire_ring_wait(void *address, void *mine, uint64_t seen, int64_t spin_ns, int64_t timeout_ns) {
-    Signal *signal = address;
+static uint64_t wait_for(Signal *signal, void *mine, uint64_t seen, int64_t spin_ns, int64_t timeout_ns) {
     int64_t until = now_ns() + timeout_ns;
     atomic_store((_Atomic uint64_t *)mine, seen);
     for (;;) {
@@ -103,4 +99,19 @@ EXPORT uint64_t quire_ring_wait(void *address, void *mine, uint64_t seen, int64_
             syscall(SYS_futex, &signal->bell, FUTEX_WAIT, bell, &time, (void *)0, 0);
         atomic_fetch_sub(&signal->sleepers, 1);
     }
+}
+
+/* Bytes published, once they are more than `seen`, or the same when `timeout_ns` have passed. What was seen is noted in
+ * the reader's own line: the writer may write there again. While a reader spins it offers its core to others, of whom
+ * the writer may be one. A reader with a `core` of its own (else -1) waits on that one, and may leave it afterwards: two
+ * that wait on one core begin one after the other, and what has just run is not moved to a core that falls idle. */
+EXPORT uint64_t quire_ring_wait(void *address, void *mine, uint64_t seen, int64_t spin_ns, int64_t timeout_ns,
+                                int32_t core) {
+    cpu_set_t all, one;
+    CPU_ZERO(&one);
+    if (core >= 0) CPU_SET(core, &one);
+    int bound = core >= 0 && sched_getaffinity(0, sizeof all, &all) == 0 && sched_setaffinity(0, sizeof one, &one) == 0;
+    uint64_t written = wait_for(address, mine, seen, spin_ns, timeout_ns);
+    if (bound) sched_setaffinity(0, sizeof all, &all);
+    return written;
 }
