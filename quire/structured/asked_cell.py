@@ -5,17 +5,51 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from quire.structured.link import Link
 from quire.structured.packets import ANSWER, ANSWER_SECONDS, FULL_BYTES, LAST, QUERY, SLOW
 
-if TYPE_CHECKING:
-    from quire.structured.isolated import GrammarHome, IsolatedSequence, RequestGrammar
-
 _TOKENS_IN_PACKET: Final = 16384
 _ASKED_AT_ONCE: Final = 8
 """Questions that go in one packet: with fewer, sending takes longer than asking; with more, the cell begins later."""
+
+
+class Claim(Protocol):
+    """A request that a cell works for."""
+
+    number: int
+    stop_ids: frozenset[int]
+    running: bool
+
+    @property
+    def started(self) -> bool: ...
+
+    def fail(self, reason: str) -> None: ...
+
+
+class Member(Protocol):
+    """A sequence whose matcher is in a cell."""
+
+    number: int
+
+    @property
+    def claim(self) -> Claim: ...
+
+    def take(self, serial: int, mask: bytes, flags: int) -> None: ...
+
+    def move(self, cell: AskedCell) -> None: ...
+
+
+class Home(Protocol):
+    """The grammar that a cell follows; `grammars` are all of the engine's."""
+
+    @property
+    def grammars(self) -> Any: ...
+
+    def cell(self) -> AskedCell: ...
+
+    def spares(self, cell: AskedCell) -> bool: ...
 
 
 class AskedCell:
@@ -23,11 +57,11 @@ class AskedCell:
 
     link: Link
 
-    def __init__(self, home: GrammarHome) -> None:
+    def __init__(self, home: Home) -> None:
         self.home = home
         self.slow = False
-        self._members: dict[int, IsolatedSequence] = {}
-        self._asked: deque[tuple[int, IsolatedSequence]] = deque()
+        self._members: dict[int, Member] = {}
+        self._asked: deque[tuple[int, Member]] = deque()
         self._unsent: list[bytes] = []
         self._unsent_bytes = 0
         self._num_unsent = 0
@@ -49,11 +83,11 @@ class AskedCell:
         """Will it soon answer for a request that could be planned then?"""
         return not self.slow and any(seq.claim.started for _, seq in self._asked)
 
-    def join(self, seq: IsolatedSequence, spent: float = 0.0) -> None:
+    def join(self, seq: Member, spent: float = 0.0) -> None:
         self._members[seq.number] = seq
         self._tell(start=seq.number, request=seq.claim.number, stop_ids=sorted(seq.claim.stop_ids), spent=spent)
 
-    def leave(self, seq: IsolatedSequence) -> None:
+    def leave(self, seq: Member) -> None:
         """End at once what no request needs any more."""
         self._members.pop(seq.number, None)
         if self._asked and self._asked[0][1] is seq and (self.slow or not self._members):
@@ -65,7 +99,7 @@ class AskedCell:
         else:
             self._tell(end=seq.number)
 
-    def ask(self, seq: IsolatedSequence, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
+    def ask(self, seq: Member, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> int:
         """For the masks after these tokens and after each of the drafts; the question's number."""
         if not self._asked:
             self._cpu = self.link.cpu_seconds
@@ -78,12 +112,12 @@ class AskedCell:
         self._append(b"Q", serial, seq, start + last, tokens[last:], drafts)
         return serial
 
-    def show(self, seq: IsolatedSequence, start: int, tokens: Sequence[int]) -> None:
+    def show(self, seq: Member, start: int, tokens: Sequence[int]) -> None:
         """Tokens for which no mask is wanted yet."""
         for place in range(0, len(tokens), _TOKENS_IN_PACKET):
             self._append(b"T", 0, seq, start + place, tokens[place : place + _TOKENS_IN_PACKET], ())
 
-    def _append(self, kind: bytes, serial: int, seq: IsolatedSequence, start: int, tokens: Sequence[int],
+    def _append(self, kind: bytes, serial: int, seq: Member, start: int, tokens: Sequence[int],
                 drafts: Sequence[int]) -> None:
         head = QUERY.pack(kind, serial, seq.number, start, len(tokens), len(drafts))
         packet = head + array("I", (*tokens, *drafts)).tobytes()
@@ -139,7 +173,7 @@ class AskedCell:
             return
         self._set_apart(slow)
 
-    def _set_apart(self, slow: RequestGrammar) -> None:
+    def _set_apart(self, slow: Claim) -> None:
         """One request has it to itself from now on."""
         self.slow = True
         self._move_others(slow)
@@ -157,7 +191,7 @@ class AskedCell:
             culprit.fail(f"needs more than this engine gives a structured output: {1e3 * limits.token_seconds:g} ms of "
                          f"computing for one token, or {limits.memory_bytes} bytes of memory: simplify it")
 
-    def _move_others(self, stays: RequestGrammar | None) -> None:
+    def _move_others(self, stays: Claim | None) -> None:
         others = [seq for seq in self._members.values() if seq.claim is not stays]
         for seq in others:
             del self._members[seq.number]
