@@ -49,6 +49,8 @@ class Home(Protocol):
 
     def cell(self) -> AskedCell: ...
 
+    def new_cell(self) -> AskedCell: ...
+
     def spares(self, cell: AskedCell) -> bool: ...
 
 
@@ -81,7 +83,7 @@ class AskedCell:
     @property
     def worth_waiting(self) -> bool:
         """Will it soon answer for a request that could be planned then?"""
-        return not self.slow and any(seq.claim.started for _, seq in self._asked)
+        return not self.slow and not self.link.closed and any(seq.claim.started for _, seq in self._asked)
 
     def join(self, seq: Member, spent: float = 0.0) -> None:
         self._members[seq.number] = seq
@@ -91,11 +93,11 @@ class AskedCell:
         """End at once what no request needs any more."""
         self._members.pop(seq.number, None)
         if self._asked and self._asked[0][1] is seq and (self.slow or not self._members):
-            self._end()
+            self.end()
             for other in self._members.values():
                 other.move(self.home.cell())
         elif not self._members and (self.slow or self.home.spares(self)):
-            self._end()
+            self.end()
         else:
             self._tell(end=seq.number)
 
@@ -103,7 +105,7 @@ class AskedCell:
         """For the masks after these tokens and after each of the drafts; the question's number."""
         if not self._asked:
             self._cpu = self.link.cpu_seconds
-        serial = next(self.home.grammars.numbers) & 0xFFFFFFFF
+        serial = next(self.home.grammars.serials) & 0xFFFFFFFF
         last = len(tokens) - len(tokens) % _TOKENS_IN_PACKET
         self.show(seq, start, tokens[:last])
         self._asked.append((serial, seq))
@@ -168,7 +170,7 @@ class AskedCell:
             return
         slow = self._asked[0][1].claim
         if not slow.running:  # its request has gone
-            self._end()
+            self.end()
             self._move_others(None)
             return
         self._set_apart(slow)
@@ -181,15 +183,27 @@ class AskedCell:
             self.home.grammars.note_slow(self)
 
     def gone(self) -> None:
-        """The kernel has ended it, for what it computed when it ended."""
+        """It has ended, for what it computed then: for the first who waits, or for one of those asked with it, since
+        masks of the same packet may have died too. If these are several, nobody is blamed, and each goes on in a cell
+        of its own, where who did it is alone."""
         self.home.grammars.answered(self)
-        culprit = self._asked[0][1].claim if len(self._asked) > self._num_unsent else None
+        sent = list(self._asked)[: len(self._asked) - self._num_unsent]
+        suspects = list({seq.claim.number: seq.claim for _, seq in sent[:_ASKED_AT_ONCE]}.values())
         self._drop_unsent()
+        if len(suspects) > 1:
+            for claim in suspects:
+                self._move_together(claim, self.home.new_cell())
+        culprit = suspects[0] if len(suspects) == 1 else None
         self._move_others(culprit)
         if culprit is not None:
             limits = self.home.grammars.limits
             culprit.fail(f"needs more than this engine gives a structured output: {1e3 * limits.token_seconds:g} ms of "
                          f"computing for one token, or {limits.memory_bytes} bytes of memory: simplify it")
+
+    def _move_together(self, claim: Claim, cell: AskedCell) -> None:
+        for seq in [seq for seq in self._members.values() if seq.claim is claim]:
+            del self._members[seq.number]
+            seq.move(cell)
 
     def _move_others(self, stays: Claim | None) -> None:
         others = [seq for seq in self._members.values() if seq.claim is not stays]
@@ -201,7 +215,7 @@ class AskedCell:
                 self._tell(end=seq.number)
             seq.move(self.home.cell())
 
-    def _end(self) -> None:
+    def end(self) -> None:
         self.link.close()
         self._asked.clear()
         self._drop_unsent()

@@ -211,12 +211,14 @@ class _StepDown(threading.Thread):
         os.read(self._reader, 1)
         _lower(os.getpid(), _LOWEST_NICE)
         self.done = True
-        self._then()
+        with contextlib.suppress(OSError):  # the engine has gone
+            self._then()
 
 
 class _Answers:
     """Sends masks, several in a packet. None that is ready waits for one that takes long: the engine blames the first
-    that has not come for what the process computes."""
+    that has not come for what the process computes. Those that wait here when the process dies at once come from
+    another cell."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link

@@ -57,6 +57,9 @@ class IsolatedGrammars:
         self._slow: list[AskedCell] = []
         """Cells that are known to be slow and compute; all but the first few are paused."""
         self.numbers = itertools.count(1)
+        """Of claims and sequences."""
+        self.serials = itertools.count(1)
+        """Of questions."""
         self.waiting: dict[AskedCell, None] = {}
         """Cells that owe an answer."""
         self.unsent: dict[AskedCell, None] = {}
@@ -266,8 +269,7 @@ class GrammarHome:
     def close(self) -> None:
         self.grammars.queue.remove(self._job)
         for cell in self._cells:
-            cell.link.close()
-            self.grammars.answered(cell)
+            cell.end()
         if self._job.link is not None:
             self._job.link.close()
 

@@ -29,6 +29,8 @@ class Hub:
     def pair(self, on_packet: Callable[[bytes], None], on_gone: Callable[[], None]) -> tuple[Link, socket.socket]:
         """A new link, and the socket that the process at its other end gets."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):  # a packet must fit whatever the system's default is
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PACKET_BYTES)
         ours.setblocking(False)
         link = Link(self, ours, on_packet, on_gone)
         self.links[ours.fileno()] = link

@@ -63,6 +63,8 @@ def chain_attention(q: Tensor, steps: Sequence[tuple[Tensor, Tensor]]) -> Tensor
     """Of the last of the drafted steps, [B, heads, T, dim] each: slot p sees the text's keys up to p - j, then the key
     of each step since where its own chain had it. Slots before the j-th have no chain: zeros."""
     j, length = len(steps) - 1, q.shape[2]
+    if j >= length:
+        return torch.zeros_like(q)
     given = [part[:, :, i : length - j + i] for i, pair in enumerate(steps) for part in pair]
     mixed = ChainAttention.apply(q[:, :, j:], *given)
     return mixed if j == 0 else torch.nn.functional.pad(mixed, (0, 0, j, 0))

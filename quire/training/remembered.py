@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from quire.training.target import Seen, Target
+from quire.worker.memory import available_memory
 
 _SHARE = 0.65
-"""Of the memory that is free, what may be taken; else nothing is kept."""
+"""Of the memory that is free, what may be taken; else nothing is kept. It is asked before the first step has been
+trained, which needs some of the rest."""
 
 
 class Remembered:
@@ -42,8 +42,7 @@ class Remembered:
     def _make_room(self, states: Tensor) -> None:
         """Zeros, since numbers that are none would spread from the padding."""
         shape, device = (self._tokens + 1, states.shape[-1]), states.device
-        free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda"
-                else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
         self._full = shape[0] * (shape[1] * states.element_size() + 8) > _SHARE * free
         if not self._full:
             self._states = torch.zeros(shape, dtype=states.dtype, device=device)

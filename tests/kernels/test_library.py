@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ctypes
 import subprocess
 import sys
@@ -77,3 +78,11 @@ def test_only_the_declared_functions_are_exported():
     assert exported - recorded == set(library._FUNCTIONS)
     assert {name.removesuffix("_recorded") for name in recorded} < set(library._FUNCTIONS)
     assert isinstance(library.load().quire_linear.argtypes[0], type(ctypes.c_void_p))
+
+
+def test_a_changed_signature_comes_with_a_new_version() -> None:
+    """A library of an older build is refused by its version alone. After a change raise it, and put both here."""
+    signatures = [(name, getattr(result, "__name__", None), [each.__name__ for each in arguments])
+                  for name, (result, arguments) in library._FUNCTIONS.items()]
+    digest = hashlib.sha256(repr(signatures).encode()).hexdigest()[:16]
+    assert (library.ABI_VERSION, digest) == (16, "e56ccbd46e46c60c")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import random
 import signal
@@ -157,6 +158,45 @@ def test_questions_that_a_dead_process_never_got_are_nobody_s_fault(isolated: Is
     assert all(seq.claim.refusal is None and seq.cell is not cell for seq in seqs)
     for seq in seqs:
         seq.claim.release()
+
+
+def test_who_was_asked_with_the_one_that_a_process_died_of_is_not_to_blame(isolated: IsolatedGrammars) -> None:
+    """Masks that were made die with it, so the first who waits may have nothing to do with it."""
+    seqs = _started(isolated, StructuredOutputs(regex="[a-z]{3,30}"), 3)
+    cell, output = seqs[0].cell, tokenizer_of("byte_level").encode("a")
+    settle(isolated, lambda: cell.link._pid > 0)
+    os.kill(cell.link._pid, signal.SIGSTOP)
+    for seq in seqs:
+        assert not seq.ready(output)
+    isolated.ask_now()
+    os.kill(cell.link._pid, signal.SIGKILL)
+    settle(isolated, lambda: cell.link.closed and all(seq.ready(output) for seq in seqs))
+    assert all(seq.claim.refusal is None for seq in seqs)
+    assert len({id(seq.cell) for seq in seqs}) == 3
+    # Who is alone in its cell is to blame for its end.
+    longer = tokenizer_of("byte_level").encode("ab")
+    settle(isolated, lambda: seqs[1].cell.link._pid > 0)
+    os.kill(seqs[1].cell.link._pid, signal.SIGSTOP)
+    assert not seqs[1].ready(longer)
+    isolated.ask_now()
+    os.kill(seqs[1].cell.link._pid, signal.SIGKILL)
+    settle(isolated, lambda: seqs[1].claim.refusal is not None)
+    assert seqs[0].claim.refusal is None and seqs[2].claim.refusal is None
+    for seq in seqs:
+        seq.claim.release()
+
+
+def test_questions_are_counted_beyond_32_bits(isolated: IsolatedGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "serials", itertools.count(2**32 - 2))
+    (seq,) = _started(isolated, StructuredOutputs(regex="[a-z]{4,30}"), 1)
+    output: list[int] = []
+    for token in tokenizer_of("byte_level").encode("abcdef"):
+        output.append(token)
+        settle(isolated, functools.partial(seq.ready, output))
+    assert next(isolated.serials) > 2**32
+    (another,) = _started(isolated, StructuredOutputs(regex="[a-z]{4,31}"), 1)
+    for one in (seq, another):
+        one.claim.release()
 
 
 def test_many_sequences_of_a_grammar_have_several_cells_and_few_have_one(tiny_folder: Path,

@@ -134,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
         raise QuireError("`quire bench gpu` needs a CUDA GPU, and torch finds none here")
     if args.repeat < 1:
         raise QuireError("--repeat must be at least 1")
+    if args.tune_quantized and not args.gemm:
+        raise QuireError("--tune-quantized needs --gemm fp8, int4 or both: which GEMMs to time")
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
                **describe_machine()}
     _show(args, {"bench": "gpu", "case": "machine", **machine}, " ".join(f"{k}={v}" for k, v in machine.items()))
