@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import ctypes
+import hashlib
 import subprocess
 import sys
 

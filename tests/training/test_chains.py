@@ -31,3 +31,8 @@ def test_chains_see_the_text_and_their_own_steps(j: int) -> None:
     given = torch.autograd.grad((found[:, :, j:] * weight).sum(), parts)
     for one, other in zip(given, torch.autograd.grad((want * weight).sum(), parts), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_chains_longer_than_the_text_see_nothing() -> None:
+    step = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8)
+    assert torch.equal(chain_attention(torch.randn(1, 2, 4, 8), [step] * 5), torch.zeros(1, 2, 4, 8))
