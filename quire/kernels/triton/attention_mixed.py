@@ -240,7 +240,7 @@ def mixed_attention(
     detours: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
-    sizes: MixedShape = MixedShape(),  # noqa: B008 (frozen)
+    sizes: MixedShape = MixedShape(),
     exact: bool = False,
 ) -> Tensor:
     """[T, Hq*hd]: causal attention of the queries in the tiles; a tile whose sequence is -1 does nothing.

@@ -75,7 +75,7 @@ def _bytes_kernel(
 
 def linear_bytes(
     x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None = None,
-    residual: Tensor | None = None, *, out: Tensor, sizes: BytesShape = BytesShape(),  # noqa: B008 (frozen)
+    residual: Tensor | None = None, *, out: Tensor, sizes: BytesShape = BytesShape(),
 ) -> Tensor:  # fmt: skip
     """out = x W^T * scales + bias + residual of codes x [rows, width] and weight [features, width]; `scales` are those
     of the weight (float32 [features], or [features, width / 128]) and of the rows (float32 [rows])."""

@@ -177,7 +177,7 @@ def unpacked(weight: PackedPlanes) -> Tensor:
 
 def linear_planes(
     x: Tensor, weight: PackedPlanes, bias: Tensor | None = None, residual: Tensor | None = None, *,
-    sizes: PlanesShape = PlanesShape(), out: Tensor | None = None, pdl: bool = False,  # noqa: B008 (frozen)
+    sizes: PlanesShape = PlanesShape(), out: Tensor | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """[rows, features] of up to `MOST_ROWS` rows: x W^T + bias + residual."""
     rows = x.shape[0]

@@ -96,7 +96,7 @@ def linear_row(
     eps: float = 0.0,
     gated: str | None = None,
     out: Tensor | None = None,
-    sizes: RowShape = RowShape(),  # noqa: B008 (frozen)
+    sizes: RowShape = RowShape(),
     pdl: bool = False,
 ) -> Tensor:
     """[1, features]: norm(x) W^T + bias, or act(first half) * second half of it, + residual. `scales`: those of the
