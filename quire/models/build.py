@@ -24,6 +24,7 @@ from quire.models.weight_names import WeightNames
 from quire.ops.interface import Ops
 from quire.parallel.collectives import TensorGroup
 
+_NARROW_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMED_IN_MESSAGE = 4
 _KV_SCALE = re.compile(r"\blayers\.(\d+)\..*\b([kv])_scale$")
 """Of an fp8 cache: self_attn.k_scale (compressed-tensors), self_attn.k_proj.k_scale (ModelOpt)."""
@@ -97,8 +98,10 @@ def dummy_weights(
     config: Mapping[str, Any], seed: int = 0, parts: StoredParts | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Random weights for a config, under checkpoint names: cheap, the same for a seed, of a scale that keeps
-    activations near one (so that logits are neither flat nor infinite). With `parts`: of the same weights those."""
+    activations near one (so that logits are neither flat nor infinite), and of the type that the config gives its
+    checkpoint, since kernels keep weights as narrow as they come. With `parts`: of the same weights those."""
     spec, names = read_spec(config), family_of(config).names
+    kept = _NARROW_TYPES.get(str(config.get("torch_dtype") or config.get("dtype")), torch.float32)
     generator = torch.Generator().manual_seed(seed)
     offset = -spec.layers[0].norm.weight_offset
     for name, shape in names.stored(spec).items():
@@ -111,7 +114,7 @@ def dummy_weights(
             found = torch.zeros(shape) if name.endswith(("bias", "sinks")) else torch.ones(shape) + offset
             found = found if wanted in (None, NOTHING) else take(found, wanted)
         if wanted != NOTHING:
-            yield name, found
+            yield name, found.to(kept)
 
 
 def random_bound(name: str, shape: Shape, spec: DecoderSpec, names: WeightNames) -> float:

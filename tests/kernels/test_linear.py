@@ -180,7 +180,7 @@ def test_a_narrow_format_does_not_change_a_bit_of_a_product(variant_ops, randn, 
     plain = variant_ops.pack_linear(weight)
     assert plain.format == "float32"
     assert packed.nbytes <= plain.nbytes
-    for rows in (1, 2, 3, 4, 7, 13, 40, 200):
+    for rows in (1, 2, 3, 4, 7, 8, 11, 12, 13, 40, 200):
         x = randn(rows, weight.shape[1], seed=rows)
         got, expected = variant_ops.linear(x, packed), variant_ops.linear(x, plain)
         assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
@@ -197,6 +197,7 @@ SLICED = {
     "heads of 128": Slices.of_heads(5, 128),
     "one head": Slices.of_heads(1, 32),
     "even ranges": Slices.of_width(1536),
+    "rows 4 KiB apart": Slices.of_width(1024),
     "uneven ranges": Slices.of_width(480),
     "few ranges": Slices.of_width(96),
 }

@@ -129,6 +129,15 @@ def test_dummy_weights_fit_and_repeat(family: str) -> None:
     assert 0.2 < first.std() < 5.0
 
 
+@pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
+def test_dummy_weights_are_of_the_type_that_the_config_gives_its_checkpoint(field: str) -> None:
+    config = {**config_of(make_model("llama")), "torch_dtype": None, "dtype": None}
+    wide, narrow = dict(dummy_weights(config)), dict(dummy_weights({**config, field: "bfloat16"}))
+    assert {tensor.dtype for tensor in wide.values()} == {torch.float32}
+    assert all(torch.equal(narrow[name], tensor.bfloat16()) for name, tensor in wide.items())
+    assert {tensor.dtype for tensor in narrow.values()} == {torch.bfloat16}
+
+
 class _CopyingOps(TorchOps):
     """Packs as kernels do: into memory of its own."""
 

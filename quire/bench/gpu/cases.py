@@ -21,6 +21,7 @@ def qwen3(hidden: int, layers: int, heads: int, intermediate: int, tied: bool) -
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
+        "torch_dtype": "bfloat16",
         "vocab_size": 151936,
         "hidden_size": hidden,
         "intermediate_size": intermediate,

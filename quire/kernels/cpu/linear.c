@@ -30,6 +30,12 @@
 #else
 #define NARROW_ROWS FEW
 #endif
+/* With one panel at a time for more of them, where registers are enough. */
+#if defined(__AVX512F__)
+#define TALL_ROWS 12
+#else
+#define TALL_ROWS NARROW_ROWS
+#endif
 #define SUMS (TILE_ROWS * PAIR * NV) /* 24 of 32 registers, or 12 of 16 */
 
 /* A piece of PAIR panels and the partial sums of a task's rows stay in the first-level cache together; a task's panels
@@ -56,16 +62,22 @@ typedef struct {
     const slice *slices;
     int64_t num_slices, stack, left; /* entries on the stack at most, and in the end */
     int64_t panels, row_blocks, panel_step; /* how the work is cut into tasks */
+    int64_t ldx, narrow_rows;               /* floats from row to row of x; rows whose weights are widened in registers */
     float *lanes;                           /* x as lane_tile.h wants it, or NULL: x is read as it is */
 } linear_job;
 
 /* Where a tile finds its weights, and what it fetches meanwhile. */
 typedef struct {
-    const float *w;
-    int64_t ldw;       /* floats from one panel to the next */
-    const float *next; /* the piece of the weight that follows, from the steps of k on that this tile fetches */
-    int64_t lines;     /* cache lines of it to fetch per 4 steps of k, from all its panels in turn */
+    float *w;
+    int64_t ldw;           /* floats from one panel to the next */
+    const uint8_t *packed; /* the same weights as they are packed; WIDENS: the tile reads these and leaves floats in w */
+    const uint8_t *next;   /* the piece of the packed weight that follows, from where on this tile fetches it */
+    int64_t apart;         /* bytes from one packed panel to the next */
+    int64_t lines;         /* cache lines of `next` to fetch per 4 steps of k, from all its panels in turn */
 } weights;
+
+/* How a tile comes by its weights: floats that a tile before it has read, floats from memory, bfloat16 from memory. */
+enum { HAS = 0, READS = 1, WIDENS = 2 };
 
 /* Where a tile keeps its sums [rows][panels * NR], and what it does with them before and after its steps of k. */
 typedef struct {
@@ -76,26 +88,32 @@ typedef struct {
 } target;
 
 /* The sums of `rows` rows by `panels` panels over `depth` steps of k. */
-INLINE void tile(int rows, int panels, int near, const float *x, int64_t ldx, weights at, int64_t depth, target to) {
+INLINE void tile(int rows, int panels, int how, const float *x, int64_t ldx, weights at, int64_t depth, target to) {
     const int wide = panels * NV;
     vf acc[SUMS];
     UNROLL for (int i = 0; i < rows * wide; i++) acc[i] = to.first ? set_v(0.0f) : load_v(to.sums + i * VL);
-    const float *after = at.next + at.ldw; /* with two panels, the line that is fetched after `next` */
+    const uint8_t *after = at.next + at.apart; /* with two panels, the line that is fetched after `next` */
     for (int64_t k = 0; k < depth;) {
         int64_t stop = k + 4 < depth ? k + 4 : depth;
         for (int64_t i = 0; i < at.lines; i++) {
-            const float *line = at.next;
+            const uint8_t *line = at.next;
             __builtin_prefetch(line, 0, 2);
-            at.next = panels > 1 ? after : line + 16;
-            after = line + 16;
+            at.next = panels > 1 ? after : line + 64;
+            after = line + 64;
         }
         for (; k < stop; k++) {
             vf b[WIDE * NV];
             UNROLL for (int p = 0; p < panels; p++) {
-                const float *panel = at.w + p * at.ldw + k * NR;
+                float *panel = at.w + p * at.ldw + k * NR;
                 UNROLL for (int j = 0; j < NV; j++) {
+                    if (how == WIDENS) {
+                        b[p * NV + j] = weight_bfloat16(at.packed + p * at.apart, k, j);
+                        store_v(panel + j * VL, b[p * NV + j]);
+                        if (j * VL % 32 == 0) __builtin_prefetch(at.packed + p * at.apart + (k * NR + j * VL) * 2 + NEAR * 4);
+                        continue;
+                    }
                     b[p * NV + j] = load_v(panel + j * VL);
-                    if (near && j * VL % 16 == 0) __builtin_prefetch(panel + NEAR + j * VL);
+                    if (how == READS && j * VL % 16 == 0) __builtin_prefetch(panel + NEAR + j * VL);
                 }
             }
             UNROLL for (int r = 0; r < rows; r++) {
@@ -113,11 +131,12 @@ INLINE void tile(int rows, int panels, int near, const float *x, int64_t ldx, we
 
 #define CASE(r, p)                                                                                                  \
     case (r) * 8 + (p):                                                                                             \
-        if (near) tile(r, p, 1, x, ldx, at, depth, to);                                                             \
-        else tile(r, p, 0, x, ldx, at, depth, to);                                                                  \
+        if (how == HAS) tile(r, p, HAS, x, ldx, at, depth, to);                                                     \
+        else if (how == READS) tile(r, p, READS, x, ldx, at, depth, to);                                            \
+        else tile(r, p, WIDENS, x, ldx, at, depth, to);                                                             \
         break;
 
-static void run_tile(int64_t rows, int64_t panels, int near, const float *x, int64_t ldx, weights at, int64_t depth,
+static void run_tile(int64_t rows, int64_t panels, int how, const float *x, int64_t ldx, weights at, int64_t depth,
                      target to) {
     switch (rows * 8 + panels) {
         CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1)
@@ -197,7 +216,7 @@ INLINE void narrow_tile(int rows, int panels, int32_t format, const linear_job *
     vf acc[NARROW_ROWS * PAIR * NV];
     for (const slice *s = job->slices; s < job->slices + job->num_slices; k0 = s->end, s++, sums += size * VL) {
         UNROLL for (int i = 0; i < size; i++) acc[i] = set_v(0.0f);
-        narrow_steps(rows, panels, format, x, k, k0, s->end, w + panel_bytes(format, k0), ldw, acc);
+        narrow_steps(rows, panels, format, x, job->ldx, k0, s->end, w + panel_bytes(format, k0), ldw, acc);
         for (int64_t merges = s->merges; merges > 0; merges--) {
             sums -= size * VL;
             UNROLL for (int i = 0; i < size; i++) acc[i] = load_v(sums + i * VL) + acc[i];
@@ -211,6 +230,8 @@ INLINE void narrow_tile(int rows, int panels, int32_t format, const linear_job *
         narrow_tile(r, p, f, job, x, w, sums);                                                                      \
         break;
 #define NARROW_FEW(p, f) NARROW(1, p, f) NARROW(2, p, f) NARROW(3, p, f)
+#define NARROW_TALL(f)                                                                                              \
+    NARROW(7, 1, f) NARROW(8, 1, f) NARROW(9, 1, f) NARROW(10, 1, f) NARROW(11, 1, f)
 #define NARROW_MORE(p, f) NARROW(4, p, f) NARROW(5, p, f) NARROW(6, p, f)
 
 static void run_narrow_tile(const linear_job *job, int64_t rows, int64_t panels, const float *x, const uint8_t *w,
@@ -221,6 +242,7 @@ static void run_narrow_tile(const linear_job *job, int64_t rows, int64_t panels,
         NARROW_FEW(2, BFLOAT16) NARROW_FEW(2, SCALED8) NARROW_FEW(2, SCALED4)
 #endif
 #if defined(__AVX512F__)
+        NARROW_TALL(BFLOAT16) NARROW(12, 1, BFLOAT16) NARROW_TALL(SCALED8) NARROW_TALL(SCALED4)
         NARROW_MORE(1, BFLOAT16) NARROW_MORE(1, SCALED8) NARROW_MORE(1, SCALED4) NARROW_MORE(2, BFLOAT16)
 #endif
     }
@@ -262,31 +284,32 @@ static void widen(const linear_job *job, int64_t panel, int64_t k0, int64_t dept
     else widen_scaled4(from, depth, to);
 }
 
-/* Share the fetching of the next piece evenly among the tiles of rows that use this one, so that memory never rests. */
-static void plan_fetch(weights *at, int64_t panels, int64_t tile_index, int64_t tiles, int64_t depth) {
-    at->lines = (panels * NR / 4 + tiles - 1) / tiles;
-    at->next += depth * NR * tile_index / tiles;
+/* Share the fetching of the next piece, so many bytes of each panel, evenly among the tiles of rows that use this one, so
+ * that memory never rests. */
+static void plan_fetch(weights *at, int64_t panels, int64_t bytes, int64_t tile_index, int64_t tiles, int64_t depth) {
+    at->lines = (panels * bytes * 4 + 64 * depth * tiles - 1) / (64 * depth * tiles);
+    at->next += bytes * tile_index / tiles / 64 * 64;
 }
 
 /* Steps [k0, k0 + depth) of k for all rows of the area: this piece of the weight is read once and used by every tile. */
 INLINE void piece(const linear_job *job, const area *of, int64_t k0, int64_t depth, target to) {
     float wide[PAIR * K_BLOCK * NR] __attribute__((aligned(64)));
     int64_t k = job->k, tiles = (of->rows + TILE_ROWS - 1) / TILE_ROWS;
-    const float *direct = (const float *)job->w + (of->panel * k + k0) * NR;
-    weights from = {direct, k * NR, direct + depth * NR, 0};
-    if (k0 + depth == k) from.next += (of->panels - 1) * k * NR;
-    if (job->format != FLOAT32) {
+    int64_t whole = panel_bytes(job->format, k), bytes = panel_bytes(job->format, depth);
+    const uint8_t *here = job->w + of->panel * whole + panel_bytes(job->format, k0);
+    weights from = {(float *)here, k * NR, here, here + bytes, whole, 0};
+    int how = job->format == FLOAT32 ? READS : job->format == BFLOAT16 ? WIDENS : HAS;
+    if (k0 + depth == k) from.next += (of->panels - 1) * whole;
+    if (how != READS) from.w = wide, from.ldw = depth * NR;
+    if (how == HAS)
         for (int64_t p = 0; p < of->panels; p++) widen(job, of->panel + p, k0, depth, wide + p * depth * NR);
-        from = (weights){wide, depth * NR, wide, 0};
-    }
     float *sums = to.sums;
     for (int64_t t = 0; t < tiles; t++) {
         int64_t first = of->rows * t / tiles, count = of->rows * (t + 1) / tiles - first;
         weights at = from;
-        if (job->format == FLOAT32 && tiles > 1) plan_fetch(&at, of->panels, t, tiles, depth);
+        if (how != HAS && tiles > 1) plan_fetch(&at, of->panels, bytes, t, tiles, depth);
         to.sums = sums + first * of->panels * NR;
-        run_tile(count, of->panels, t == 0 && job->format == FLOAT32, job->x + (of->row + first) * k + k0, k, at, depth,
-                 to);
+        run_tile(count, of->panels, t == 0 ? how : HAS, job->x + (of->row + first) * job->ldx + k0, job->ldx, at, depth, to);
     }
 }
 
@@ -370,7 +393,7 @@ static void product(const linear_job *job, const area *of) {
 static void narrow_product(const linear_job *job, const area *of) {
     float stack[MAX_STACK * NARROW_ROWS * PAIR * NR] __attribute__((aligned(64)));
     const uint8_t *w = job->w + of->panel * panel_bytes(job->format, job->k);
-    run_narrow_tile(job, of->rows, of->panels, job->x + of->row * job->k, w, stack);
+    run_narrow_tile(job, of->rows, of->panels, job->x + of->row * job->ldx, w, stack);
     finish(job, of, stack);
 }
 
@@ -390,13 +413,34 @@ static void linear_task(void *arg, int64_t task) {
     }
 #endif
     for (int64_t step; panel < end; panel += step) {
-        int narrow = rows <= NARROW_ROWS && job->format != FLOAT32;
+        int narrow = rows <= job->narrow_rows;
         step = rows <= FEW && !narrow && panel + WIDE <= end ? WIDE : panel + PAIR <= end ? PAIR : 1;
-        if (narrow && rows > FEW && job->format != BFLOAT16) step = 1; /* scales take the registers of a second panel */
+        /* scales, or more rows, take the registers of a second panel */
+        if (narrow && rows > (job->format == BFLOAT16 ? NARROW_ROWS : FEW)) step = 1;
         area of = {row, rows, panel, step, rows};
         if (narrow) narrow_product(job, &of);
         else product(job, &of);
     }
+}
+
+/* Decide how many rows' weights are widened in registers. Rows of x that lie a multiple of 4 KiB apart share a set of the
+ * first cache and push each other out where more than NARROW_ROWS are read together: then they are copied apart. Returns
+ * the memory of that copy, or NULL. */
+static float *plan_narrow(linear_job *job) {
+    int64_t tall = job->format == BFLOAT16 ? TALL_ROWS : TALL_ROWS - 1; /* scales take registers */
+    job->narrow_rows = job->format == FLOAT32 ? 0 : NARROW_ROWS;
+    if (job->format == FLOAT32 || job->rows <= NARROW_ROWS || job->rows > tall) return NULL;
+    float *copy = NULL;
+    if (job->k % 1024 == 0) {
+        int64_t apart = job->k + 16;
+        copy = malloc((size_t)(job->rows * apart) * sizeof(float));
+        if (!copy) return NULL;
+        for (int64_t r = 0; r < job->rows; r++)
+            memcpy(copy + r * apart, job->x + r * job->k, (size_t)job->k * sizeof(float));
+        job->x = copy, job->ldx = apart;
+    }
+    job->narrow_rows = tall;
+    return copy;
 }
 
 /* Cut a job into about `pieces` tasks for each block of rows; returns how many they are. */
@@ -418,7 +462,7 @@ EXPORT void quire_linear(const float *x, const void *w, int32_t format, const fl
         return;
     }
     slice all = {k, 0};
-    linear_job job = {x, w, bias, residual, out, rows, n, k, format, &all, 1, 0, 0, (n + NR - 1) / NR, 1, 1};
+    linear_job job = {x, w, bias, residual, out, rows, n, k, format, &all, 1, 0, 0, (n + NR - 1) / NR, 1, 1, k, 0, NULL};
     if (num_slices) job.slices = slices, job.num_slices = num_slices;
     for (int64_t i = 0; i < job.num_slices; job.left -= job.slices[i++].merges)
         if (++job.left > job.stack) job.stack = job.left;
@@ -426,9 +470,11 @@ EXPORT void quire_linear(const float *x, const void *w, int32_t format, const fl
 #if defined(__aarch64__)
     take_lanes(&job);
 #endif
+    float *spread = plan_narrow(&job);
     int64_t threads = quire_get_num_threads(), pieces = threads * 8 / job.row_blocks;
     if (threads == 1 || rows * n * k < 100000 || pieces < 1) pieces = 1;
     quire_parallel(linear_task, &job, cut_tasks(&job, pieces));
+    free(spread);
     free(job.lanes);
 }
 
@@ -483,7 +529,8 @@ EXPORT int32_t quire_grouped_linear(const float *x, const linear_group *groups, 
         linear_job *job = &all.jobs[all.count];
         *job = (linear_job){x + row * k, groups[g].w, groups[g].bias, NULL, out + row * n, rows, n, k,
                             (int32_t)groups[g].format, &whole, 1, 1, 1, (n + NR - 1) / NR,
-                            (rows + ROW_BLOCK - 1) / ROW_BLOCK, 1};
+                            (rows + ROW_BLOCK - 1) / ROW_BLOCK, 1, k, groups[g].format == FLOAT32 ? 0 : NARROW_ROWS,
+                            NULL};
         all.first_task[all.count++] = tasks;
         tasks += cut_tasks(job, pieces);
     }
