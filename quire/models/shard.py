@@ -201,9 +201,9 @@ def most_tensor_ranks(spec: DecoderSpec) -> int:
     return min(spec.vocab_size, *(min(layer.attention.num_heads, num_slices(layer.mlp)) for layer in spec.layers))
 
 
-_HEAD_SHARE = 0.5
+_HEAD_SHARE = 0.2
 """How much of the head's cost counts when layers are dealt to stages: a prompt goes through it with its last token
-alone, so stages that are even in decoding leave the first one with two thirds of SmolLM2's prompts."""
+alone, and most of what a batch of mixed requests takes are prompts (docs/parallel.md has what other shares give)."""
 
 
 def layer_costs(spec: DecoderSpec) -> tuple[list[float], float]:
