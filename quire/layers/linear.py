@@ -7,7 +7,7 @@ by their input (`SharedLinear`: ranks exchange sums), the vocabulary by its rows
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -220,6 +220,13 @@ class SharedEmbedding(Embedding):
 
     def rows(self, ids: Tensor) -> Tensor:
         return self._ops.embed_over_ranks(ids, self.packed, self._ranks, self._runs, self._ends)
+
+
+class SharedHead(Protocol):
+    """A head that several ranks compute."""
+
+    def logits(self, x: Tensor, ctx: StepContext | None, out: Tensor | None = None) -> Tensor | None:
+        """[rows, vocabulary], in `out` if given, on ranks that draw; None on the others."""
 
 
 class VocabularyHead:

@@ -13,7 +13,7 @@ from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
 from quire.layers.experts import ExpertLoad, Moe
 from quire.layers.latent import LatentAttention
-from quire.layers.linear import Embedding, Linear, SharedEmbedding, VocabularyHead
+from quire.layers.linear import Embedding, Linear, SharedEmbedding, SharedHead, VocabularyHead
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
 from quire.layers.rotary import RopeTable, growth_table
@@ -153,7 +153,7 @@ class Decoder:
         runs = self.shard.vocabulary
         self.embed = Embedding(ops, dtype) if ranks is None else SharedEmbedding(ops, dtype, runs, ranks)
         self.head: Linear = self.embed if spec.tied_head else Linear(ops, ("",), False, dtype, use=WeightUse.VOCABULARY)
-        self._shared_head = None if ranks is None else VocabularyHead(self.head, runs, ranks)
+        self._shared_head: SharedHead | None = None if ranks is None else VocabularyHead(self.head, runs, ranks)
         self.positions = Embedding(ops, dtype, WeightUse.EXACT) if spec.positions else None
         self.embed_in = Linear(ops, ("",), False, dtype) if projected else None
         self.embed_out = Linear(ops, ("",), False, dtype) if projected else None
@@ -270,6 +270,10 @@ class Decoder:
             return self.head(rows, ctx, out)
         capped = self._capped(self.head(rows, ctx))
         return capped if out is None else out.copy_(capped)
+
+    def share_head(self, head: SharedHead) -> None:
+        """`head` computes the logits from now on, the same ones."""
+        self._shared_head = head
 
     def gathered_logits(
         self, hidden: ResidualStream, ctx: StepContext | None = None, out: Tensor | None = None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.slices import Node, RankTree, finish_tree
+from quire.parallel.shared_head import HeadMemory
 
 UNLIMITED = 1 << 62
 
@@ -153,6 +154,8 @@ class Collectives:
     """To the stage after; on the last stage to the first."""
     device_waited_ns: Callable[[], int] | None = None
     """What ranks on GPUs have waited, which talk to each other on the device."""
+    head: HeadMemory | None = None
+    """Of the first and the last stage, where they share a machine."""
 
     @property
     def waited_ns(self) -> int:

@@ -60,6 +60,7 @@ def open_collectives(start: RankStart, made: MadeForOthers) -> Collectives | Non
         return None
     from quire.parallel.collectives import Collectives
     from quire.parallel.shared import SharedGroup, SharedLink
+    from quire.parallel.shared_head import HeadMemory
 
     place = start.place
     group: TensorGroup | None = None
@@ -70,7 +71,8 @@ def open_collectives(start: RankStart, made: MadeForOthers) -> Collectives | Non
         before = SharedLink(_part(start.before), False, GROUP_TIMEOUT, start.ranks_here)
     if start.after is not None:
         after = SharedLink(_part(start.after), True, GROUP_TIMEOUT, start.ranks_here)
-    return Collectives(group, before, after)
+    head = None if start.head is None else HeadMemory(_part(start.head), start.core)
+    return Collectives(group, before, after, head=head)
 
 
 def _network_links(start: RankStart, made: MadeForOthers) -> tuple[Link | None, Link | None]:

@@ -15,6 +15,7 @@ class SharedParts:
 
     def __init__(self, places: list[Place]) -> None:
         from quire.parallel.shared import shared_group_bytes, shared_link_bytes
+        from quire.parallel.shared_head import HEAD_BYTES
 
         here = set(places)
         self._parts: dict[tuple[str, int, int], tuple[int, int]] = {}
@@ -25,6 +26,8 @@ class SharedParts:
                 self._add(("group", place.stage, 0), shared_group_bytes(place.tensor_size))
             if place.num_stages > 1 and stage_before(place) in here:
                 self._add(("link", place.stage, place.tensor_rank), shared_link_bytes())
+            if place.num_stages > 1 and place.tensor_size == 1 and _ends(place) <= here:
+                self._add(("head", 0, 0), HEAD_BYTES)
 
     def _add(self, name: tuple[str, int, int], size: int) -> None:
         if name not in self._parts:
@@ -41,7 +44,12 @@ class SharedParts:
 
         return dataclasses.replace(
             start, group=address("group", place.stage, 0), before=address("link", place.stage, place.tensor_rank),
-            after=address("link", stage_after(place).stage, place.tensor_rank))
+            after=address("link", stage_after(place).stage, place.tensor_rank),
+            head=address("head", 0, 0) if place.is_first or place.is_last else None)
+
+
+def _ends(place: Place) -> set[Place]:
+    return {Place(place.tensor_rank, place.tensor_size, stage, place.num_stages) for stage in (0, place.num_stages - 1)}
 
 
 def stage_before(place: Place) -> Place:

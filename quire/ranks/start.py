@@ -40,6 +40,8 @@ class RankStart:
     before: MemoryAddress | None = None
     after: MemoryAddress | None = None
     """Of its neighbours in the ring of stages, where they share a machine."""
+    head: MemoryAddress | None = None
+    """Of the first and the last stage, where they share a machine and each is one rank."""
     gpu: int | None = None
     """The GPU that this rank has to itself, as its process counts them; None: ranks deal out what there is."""
     network: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +54,7 @@ class RankStart:
     def from_json(cls, data: bytes) -> RankStart:
         fields = json.loads(data)
         fields["place"] = Place(**fields["place"])
-        for name in ("ring", "group", "before", "after"):
+        for name in ("ring", "group", "before", "after", "head"):
             if fields[name] is not None:
                 fields[name] = MemoryAddress(**fields[name])
         return cls(**fields)

@@ -26,6 +26,7 @@ from quire.models.stored_parts import StoredParts
 from quire.ops.cpu import CpuOps
 from quire.parallel.collectives import Collectives
 from quire.parallel.place import Place
+from quire.parallel.shared_head import HeadHelper, HeadMemory, HeadOwner
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.speculation.options import EAGLE, MTP, REJECTION, SKIP_LAYERS, SpeculationOptions
 from quire.worker.cache_engine import CacheEngine
@@ -73,6 +74,7 @@ class Worker:
             max_model_len=self.pool.max_model_len, asked_len=self.spec.asked_len(config.model.max_model_len),
             shard=shard, ranks=None if collectives is None else collectives.group, dtype=None)
         self.weight_bytes = decoder.weight_bytes
+        self._helper = _share_head(decoder, None if collectives is None else collectives.head)
         draft = self._draft(source, config, ops, decoder)
         ops.library.quire_give_back()  # what the weights were read through
         groups = groups_with_draft(self.spec, self.pool.draft_bytes_per_token)
@@ -189,6 +191,9 @@ class Worker:
 
     def close(self) -> None:
         """Free cache and weights, even if something still refers to the worker."""
+        helper: HeadHelper | None = self.__dict__.get("_helper")
+        if helper is not None:
+            helper.close()
         if "_cache" in self.__dict__:
             self._cache.close()
         for name in ("_runner", "_cache", "_table"):
@@ -206,6 +211,17 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
     packed = (source.path.suffix == ".gguf" and not dummy) or config.model.rounding is not None
     check_weights_fit(shard.num_parameters + draft_parameters(config, shard), packed=packed, free=free)
     return pool
+
+
+def _share_head(decoder: Decoder, head: HeadMemory | None) -> HeadHelper | None:
+    """Of a tied head the first and the last stage both have the table: they compute it together. On the first, what
+    helps the last one."""
+    if head is None or not decoder.spec.tied_head:
+        return None
+    if decoder.shard.place.is_first:
+        return HeadHelper(head, decoder.embed.packed)
+    decoder.share_head(HeadOwner(head, decoder.head.packed, decoder.head))
+    return None
 
 
 def _weights(source: ModelSource, load_format: str, config: EngineConfig,

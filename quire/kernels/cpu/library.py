@@ -65,6 +65,9 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_link_bytes": (_I, [_I]),
     "quire_link_join": (None, [_P, _N]),
     "quire_link_move": (_N, [_P, _P, _I, _N]),
+    "quire_head_logits": (None, [_P, _I, _P, _P, _N, _P, _I, _I, _I]),
+    "quire_head_help": (None, [_P, _I, _P, _N, _I, _I]),
+    "quire_head_stop": (None, [_P]),
     "quire_draw": (None, [_P] * 9 + [_I, _I]),
     "quire_mask": (None, [_P] * 5 + [_I] * 3),
     "quire_rank": (None, [_P] * 7 + [_I, _I, _I]),
@@ -75,7 +78,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_ring_wait": (_U, [_P, _P, _U, _I, _I, _N]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 16
+ABI_VERSION = 17
 
 opener: type[ctypes.CDLL] = ctypes.CDLL
 """What a library is opened with. Benches put one here that measures its calls."""

@@ -478,6 +478,18 @@ EXPORT void quire_linear(const float *x, const void *w, int32_t format, const fl
     free(job.lanes);
 }
 
+/* The columns of `count` panels from a multiple of it on, of up to ROW_BLOCK rows, on this thread. */
+void quire_linear_panels(const float *x, const void *w, int32_t format, float *out, int64_t rows, int64_t n, int64_t k,
+                         int64_t panel, int64_t count) {
+    slice all = {k, 0};
+    linear_job job = {x, w, NULL, NULL, out, rows, n, k, format, &all, 1, 1, 1, (n + NR - 1) / NR, 1, count, k, 0, NULL};
+    float *spread = plan_narrow(&job);
+    linear_task(&job, panel / count);
+    free(spread);
+}
+
+int64_t quire_panel_columns(void) { return NR; }
+
 RECORDED(quire_linear, PTR(0), PTR(1), INT32(2), PTR(3), PTR(4), PTR(5), INT(6), INT(7), INT(8), PTR(9), INT(10))
 
 /* One of several weights of the same shape, and the rows that go through it. */
