@@ -49,6 +49,11 @@ def run_of(weight: PackedCodes) -> int:
     return min(weight.group & -weight.group, _MOST_RUN)
 
 
+def turns(weight: PackedCodes, sizes: CodesRowShape) -> int:
+    """Of all columns, a run of them to each warp at a time."""
+    return weight.width // (sizes.warps * run_of(weight))
+
+
 def fits(weight: PackedCodes, sizes: CodesRowShape, gated: bool = False) -> bool:
     """Whether the kernel can multiply it: whole turns, whole tiles of each half, and room for the row's digits."""
     whole = weight.width % (sizes.warps * run_of(weight)) == 0 and weight.group % COLUMNS == 0
@@ -99,7 +104,7 @@ def linear_codes_row(
         gated is not None,
         KINDS[gated or "silu"],
         pdl,
-        *_layouts(sizes.warps, slabs, sizes.features),
+        *_layouts(sizes.warps, slabs),
         num_warps=sizes.warps,
         **({"launch_pdl": True} if pdl else {}),
     )
@@ -107,7 +112,7 @@ def linear_codes_row(
 
 
 @lru_cache(maxsize=16)
-def _layouts(warps: int, slabs: int, features: int) -> tuple[Any, ...]:
+def _layouts(warps: int, slabs: int) -> tuple[Any, ...]:
     """How words, sums, the second operand's digits, the row (as it is, and in the digits' order), what warps tell one
     another and the outputs lie in registers; and what of that lies in shared memory."""
     each = [1 << bit for bit in range(warps.bit_length() - 1)]
@@ -115,7 +120,7 @@ def _layouts(warps: int, slabs: int, features: int) -> tuple[Any, ...]:
     sums = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
     # A thread has 16 columns of a slab (as of the codes) and one digit; the operand has eight columns for four digits.
     digits = gl.DistributedLinearLayout(
-        [[0, 0, 0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0, 0, 0] for bit in range(slabs.bit_length() - 1)],
+        [[0, 0, 0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0, 0, 0] for bit in range(slabs // 2)],
         [[0, 0, 0, 0, 16], [0, 0, 0, 0, 32], [0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0]],
         [[bit, 0, 0, 0, 0] for bit in each], [], [warps, slabs, 2, 4, 64],
     )  # fmt: skip

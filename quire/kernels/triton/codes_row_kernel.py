@@ -3,7 +3,7 @@
 A program owns some output features; its warps share the columns, a run of them at a time. Codes go straight from memory
 to registers, before the kernel before has ended, and are multiplied there as bytes by the tensor cores: a word of eight
 codes is two registers of their first operand after three instructions. Their second operand is the row in three digits
-of 8 bits (23 bits below its largest number), a digit to a column: so products and sums of a run are exact.
+of 8 bits (22 bits from its largest number's down), a digit to a column: so products and sums of a run are exact.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _load_row(x, turn: gl.constexpr, ROW: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _store_digits(values, inverse, place, WARPS: gl.constexpr, SLABS: gl.constexpr, ORDERED: gl.constexpr):
-    """Columns of the row as integers of 23 bits, of which the digits lie as the codes of a thread do."""
+    """Columns of the row as integers of 22 bits and a sign, of which the digits lie as the codes of a thread do."""
     whole = (values * inverse + _FLOAT).to(gl.int32, bitcast=True)
     # Digits are bytes less 128: what that takes from their sum is added before.
     whole = whole + (0x808080 - _INTEGERS)
@@ -172,11 +172,14 @@ def _prepare(
     square = gl.sum(squares.reshape([WARPS, SLABS * 64]), 1).to(gl.int32, bitcast=True)
     found = _over_warps(gl.join(largest, square), shared, FOUND)
     largest, square = gl.split(found)
-    largest = gl.max(largest, 0).to(gl.float32, bitcast=True)
-    inverse = gl.where(largest > 1e-30, 4194303.0 / largest, 0.0)
+    largest = gl.max(largest, 0)
+    # The power of two below the largest number becomes 2 ** 21, so most of a row's numbers stay as they are.
+    power = gl.maximum(largest & 0x7F800000, 26 << 23)
+    inverse = ((148 << 23) - power + (127 << 23)).to(gl.float32, bitcast=True)
+    last = gl.where(largest < 0x7F800000, power - (21 + 4 << 23), 0x7FC00000).to(gl.float32, bitcast=True)
     for turn in gl.static_range(TURNS):
         _store_digits(values[turn], inverse, digits[turn].index(0), WARPS, SLABS, ORDERED)
-    return largest * (1 / 16 / 4194303), gl.sum(square.to(gl.float32, bitcast=True), 0)
+    return last, gl.sum(square.to(gl.float32, bitcast=True), 0)
 
 
 @gluon.jit
@@ -223,7 +226,7 @@ def _finish(
     gl.store(out + feature, result.to(out.dtype.element_ty), mask=real)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tiles"])
 def codes_row_kernel(
     weight, scales, x, gain, bias, residual, out, eps, tiles,
     NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, SLABS: gl.constexpr, TILES: gl.constexpr,

@@ -7,8 +7,10 @@ import torch
 
 from quire.bench.gpu.cases import MODELS
 from quire.bench.gpu.tune import weights_of
+from quire.kernels.triton.codes_row import CodesRowShape
 from quire.kernels.triton.gemm_table import (
     GATED,
+    INT4,
     NORM,
     PLAIN,
     GemmChoice,
@@ -23,15 +25,16 @@ from quire.kernels.triton.linear_prefetch import PrefetchShape
 from quire.kernels.triton.linear_row import RowShape
 
 KERNELS = {"row": RowShape, "norm_then_row": RowShape, "prefetch": PrefetchShape, "codes": CodesShape, "vector": tuple,
-           "library": tuple}
+           "library": tuple, "codes_row": CodesRowShape, "norm_then_codes_row": CodesRowShape}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
     for entry in table():
         sizes = entry.choice.sizes
         assert sizes == () if KERNELS[entry.choice.kernel] is tuple else KERNELS[entry.choice.kernel](*sizes)
-        assert entry.choice.kernel not in ("row", "norm_then_row") or entry.rows == 1
-        assert entry.choice.kernel != "norm_then_row" or entry.form != PLAIN
+        assert not entry.choice.kernel.endswith("row") or entry.rows == 1
+        assert not entry.choice.kernel.startswith("norm_then") or not entry.form.endswith(PLAIN)
+        assert ("codes" not in entry.choice.kernel) or entry.form.startswith(INT4)
         assert entry.choice.kernel != "vector" or entry.rows in (2, 4)
 
 
