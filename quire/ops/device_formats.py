@@ -183,12 +183,9 @@ class DeviceFormats:
     ) -> Tensor:
         """linear(rms_norm(x)), and the gated activation of it, of one row or two."""
         if not isinstance(w, BytesLinear):
-            row = self._codes_row_choice(x, w, gemm_table.GATED if gated else gemm_table.NORM)
-            if row is not None:
-                packed, sizes, apart = row
-                x = norm.rms_norm(x, gain, eps, pdl=self._pdl) if apart else x
-                return codes_row.linear_codes_row(x, packed, w.bias, norm=None if apart else gain, eps=eps, gated=gated,
-                                                  out=out, sizes=sizes, pdl=self._pdl)
+            one = self._norm_codes_row(x, gain, eps, w, gated, out) if isinstance(w, CodesLinear) else None
+            if one is not None:
+                return one
             found = self.linear(norm.rms_norm(x, gain, eps, pdl=self._pdl), w, None, None if gated else out)
         else:
             choice = self._row_choice(x, w, gemm_table.GATED if gated else gemm_table.NORM)
@@ -201,12 +198,24 @@ class DeviceFormats:
             found = self._bytes(rows, w, None, None if gated else out)
         return activation.act_mul(found, gated, pdl=self._pdl) if gated else found
 
+    def _norm_codes_row(
+        self, x: Tensor, gain: Tensor, eps: float, w: CodesLinear, gated: str | None, out: Tensor | None
+    ) -> Tensor | None:
+        """By the kernel of one row of 4-bit codes; None where that should not run."""
+        row = self._codes_row_choice(x, w, gemm_table.GATED if gated else gemm_table.NORM)
+        if row is None:
+            return None
+        packed, sizes, apart = row
+        x = norm.rms_norm(x, gain, eps, pdl=self._pdl) if apart else x
+        return codes_row.linear_codes_row(x, packed, w.bias, norm=None if apart else gain, eps=eps, gated=gated,
+                                          out=out, sizes=sizes, pdl=self._pdl)
+
     def _codes_row_choice(
-        self, x: Tensor, w: QuantizedLinear, form: str
+        self, x: Tensor, w: CodesLinear, form: str
     ) -> tuple[linear_codes.PackedCodes, codes_row.CodesRowShape, bool] | None:
         """A weight of 4-bit codes, how the kernel of one row runs it, and whether its norm is a kernel of its own; None
         where the table names another kernel, or that one cannot."""
-        if x.shape[0] != 1 or self._deterministic or self._scratch is None or not isinstance(w, CodesLinear):
+        if x.shape[0] != 1 or self._deterministic or self._scratch is None:
             return None
         if not isinstance(w.packed, linear_codes.PackedCodes) or (w.order is not None and form != gemm_table.PLAIN):
             return None

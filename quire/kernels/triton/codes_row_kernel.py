@@ -161,7 +161,7 @@ def _prepare(
     most = gl.full((COLUMNS,), 0, gl.int32, ROW)
     squares = gl.full((COLUMNS,), 0.0, gl.float32, ROW)
     for turn in gl.static_range(TURNS):
-        value = rows[turn].to(gl.float32)
+        value = rows[turn].to(gl.float32)  # type: ignore[var-annotated]
         if NORM:
             squares += value * value
             value = value * gains[turn].to(gl.float32)
@@ -274,7 +274,7 @@ def codes_row_kernel(
                     _load_codes(weight, scales, tiles, step * TURNS + turn + AHEAD, TURNS, NUM_FEATURES, WIDTH, GROUP,
                                 SLABS, TILES, HALVES, WARPS, WORDS, SUMS),
                 )  # fmt: skip
-            words, pairs = held[step * TURNS + turn]
+            words, pairs = held[step * TURNS + turn]  # type: ignore[var-annotated]
             row = _digits_of(digits[turn].index(0), DIGITS, SUMS)
             sums = _add_run(sums, words, pairs, row, OFFSETS, out.dtype.element_ty, SUMS)
         _finish(sums, shared.index(step % 2), added, bias, out, feature, real, last, NUM_FEATURES, BIAS, RESIDUAL,
