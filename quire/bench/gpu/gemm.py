@@ -13,7 +13,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,13 @@ _ROW_SIZES = ((1, 2048, 4), (1, 4096, 8), (2, 1024, 2), (2, 1024, 4), (2, 2048, 
               (4, 1024, 4), (4, 2048, 4), (8, 1024, 4))
 _CODES_SIZES = ((4, 4, 1), (6, 4, 1), (8, 4, 1), (8, 2, 1), (6, 2, 1), (6, 2, 2), (4, 4, 2), (3, 4, 2), (4, 2, 1),
                 (3, 2, 1), (2, 4, 1), (5, 1, 1), (5, 1, 0))
-_CODES_ROW_SIZES = ((16, 8, 1, 4), (16, 8, 1, 8), (16, 8, 1, 12), (16, 8, 1, 20), (16, 4, 1, 8), (16, 16, 1, 4),
-                    (16, 16, 1, 8), (32, 8, 1, 4), (32, 16, 1, 2), (32, 16, 1, 4), (16, 8, 2, 4), (16, 8, 3, 4),
-                    (16, 8, 4, 5), (16, 16, 3, 2), (32, 8, 2, 2))
-"""Features at a time, warps, steps, turns loaded ahead: one program for each tile, and several tiles to a program."""
+_CODES_ROW_SIZES = ((16, 8, 1, 4, 0), (16, 8, 1, 4, 2), (16, 8, 1, 4, 3), (16, 8, 1, 6, 2), (16, 4, 1, 8, 0),
+                    (16, 4, 1, 4, 6), (16, 16, 1, 2, 0), (16, 16, 1, 2, 2), (32, 8, 1, 4, 0), (32, 8, 1, 2, 2),
+                    (32, 16, 1, 2, 0), (16, 8, 2, 4, 2), (16, 8, 3, 4, 2), (16, 8, 6, 5, 0), (32, 8, 3, 2, 0),
+                    (16, 16, 6, 2, 0))
+"""Features at a time, warps, steps, turns loaded ahead, programs that have room on a multiprocessor."""
+_LEAST_PROGRAMS = 120
+"""Fewer leave multiprocessors idle."""
 _COMPILERS = 16
 """Processes that compile kernels: those of one weight may be shared by several."""
 _SMALL_RINGS = ((1, 5, 2, 0), (1, 3, 4, 0), (1, 6, 2, 1), (1, 5, 2, 2))
@@ -351,13 +354,15 @@ class _Int4(_Around):
         from quire.kernels.triton.codes_row import CodesRowShape, fits, turns
 
         found: Ways = {}
-        for features, warps, steps, ahead in _CODES_ROW_SIZES:
-            shape = CodesRowShape(features, warps, steps, ahead)
-            if not fits(self.weights[0], shape, self.form == "gated"):
+        outputs = self.features // (2 if self.form == "gated" else 1)
+        for sizes in _CODES_ROW_SIZES:
+            shape = CodesRowShape(*sizes)
+            programs = outputs / (shape.features * shape.steps)
+            if programs < _LEAST_PROGRAMS or not fits(self.weights[0], shape, self.form == "gated"):
                 continue
             # More than there is loads no more: that would be the same kernel.
-            shape = replace(shape, ahead=min(ahead, steps * turns(self.weights[0], shape)))
-            name = f"{features} {warps} {steps} {shape.ahead}"
+            shape = replace(shape, ahead=min(shape.ahead, shape.steps * turns(self.weights[0], shape)))
+            name = " ".join(map(str, astuple(shape)))
             found["codes_row " + name] = partial(self._row, shape, False)
             if self.form != "plain":
                 found["norm_then_codes_row " + name] = partial(self._row, shape, True)

@@ -30,18 +30,26 @@ _UNIT = 16
 _MOST_RUN = 256
 """Columns whose products add up to less than 2 ** 22."""
 _DIGITS = 4
+_REGISTERS = 1 << 16
+"""Of a multiprocessor."""
 _SHARED = 200 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class CodesRowShape:
-    """Features of a program at a time (with a gate: pairs of them), warps, times, and turns loaded before the first is
-    multiplied."""
+    """Features of a program at a time (with a gate: pairs of them), warps, times, turns loaded before the first is
+    multiplied, and how many programs a multiprocessor must have registers for (0: as the compiler has it)."""
 
     features: int = 16
     warps: int = 8
     steps: int = 1
     ahead: int = 8
+    programs: int = 0
+
+    @property
+    def registers(self) -> int | None:
+        """Of a thread at most."""
+        return _REGISTERS // (self.programs * self.warps * 32) // 8 * 8 if self.programs else None
 
 
 def run_of(weight: PackedCodes) -> int:
@@ -106,6 +114,7 @@ def linear_codes_row(
         pdl,
         *_layouts(sizes.warps, slabs),
         num_warps=sizes.warps,
+        maxnreg=sizes.registers,
         **({"launch_pdl": True} if pdl else {}),
     )
     return out

@@ -149,11 +149,12 @@ def _over_warps(values, places, ALL: gl.constexpr):
 
 @gluon.jit
 def _prepare(
-    x, gains, digits, shared, TURNS: gl.constexpr, WARPS: gl.constexpr, SLABS: gl.constexpr, NORM: gl.constexpr,
+    x, gain, gains, digits, shared, TURNS: gl.constexpr, WARPS: gl.constexpr, SLABS: gl.constexpr, NORM: gl.constexpr,
     ROW: gl.constexpr, ORDERED: gl.constexpr, FOUND: gl.constexpr,
 ):  # fmt: skip
     """The row's digits to shared memory; what one of the last digit stands for, and the sum of the row's squares."""
     COLUMNS: gl.constexpr = WARPS * SLABS * 64
+    HELD: gl.constexpr = TURNS <= 4
     rows = ()
     for turn in gl.static_range(TURNS):
         rows = rows + (_load_row(x, turn, ROW, COLUMNS),)  # type: ignore[assignment]  # noqa: RUF005
@@ -167,7 +168,8 @@ def _prepare(
             value = value * gains[turn].to(gl.float32)
         # As integers, since the largest of them is then NaN if there is one.
         most = gl.maximum(most, value.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
-        values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
+        if HELD:
+            values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
     largest = gl.max(most.reshape([WARPS, SLABS * 64]), 1)
     square = gl.sum(squares.reshape([WARPS, SLABS * 64]), 1).to(gl.int32, bitcast=True)
     found = _over_warps(gl.join(largest, square), shared, FOUND)
@@ -178,7 +180,13 @@ def _prepare(
     inverse = ((148 << 23) - power + (127 << 23)).to(gl.float32, bitcast=True)
     last = gl.where(largest < 0x7F800000, power - (21 + 4 << 23), 0x7FC00000).to(gl.float32, bitcast=True)
     for turn in gl.static_range(TURNS):
-        _store_digits(values[turn], inverse, digits[turn].index(0), WARPS, SLABS, ORDERED)
+        if HELD:
+            value = values[turn]
+        else:  # Of a long row registers for all of it would be those of codes: it is read again, from the cache.
+            value = _load_row(x, turn, ROW, COLUMNS).to(gl.float32)
+            if NORM:
+                value = value * _load_row(gain, turn, ROW, COLUMNS).to(gl.float32)
+        _store_digits(value, inverse, digits[turn].index(0), WARPS, SLABS, ORDERED)
     return last, gl.sum(square.to(gl.float32, bitcast=True), 0)
 
 
@@ -257,7 +265,7 @@ def codes_row_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    last, squares = _prepare(x, gains, digits, found.index(0), TURNS, WARPS, SLABS, NORM, ROW, ORDERED, FOUND)
+    last, squares = _prepare(x, gain, gains, digits, found.index(0), TURNS, WARPS, SLABS, NORM, ROW, ORDERED, FOUND)
     if NORM:
         last = last * gl.rsqrt(squares / WIDTH + eps)
     for step in gl.static_range(STEPS):
