@@ -27,9 +27,11 @@ _ROW_SIZES = ((1, 2048, 4), (1, 4096, 8), (2, 1024, 2), (2, 1024, 4), (2, 2048, 
               (4, 1024, 4), (4, 2048, 4), (8, 1024, 4))
 _CODES_SIZES = ((4, 4, 1), (6, 4, 1), (8, 4, 1), (8, 2, 1), (6, 2, 1), (6, 2, 2), (4, 4, 2), (3, 4, 2), (4, 2, 1),
                 (3, 2, 1), (2, 4, 1), (5, 1, 1), (5, 1, 0))
-_CODES_ROW_SIZES = ((16, 8, 1, 4, 0), (16, 8, 1, 4, 2), (16, 8, 1, 4, 3), (16, 8, 1, 6, 2), (16, 4, 1, 8, 0),
-                    (16, 4, 1, 4, 6), (16, 16, 1, 2, 0), (16, 16, 1, 2, 2), (32, 8, 1, 4, 0), (32, 8, 1, 2, 2),
-                    (32, 16, 1, 2, 0), (16, 8, 2, 4, 2), (16, 8, 3, 4, 2), (16, 8, 6, 5, 0), (32, 8, 3, 2, 0),
+_ROW_CODES_SIZES = ((6, 4, 1), (6, 2, 1), (6, 2, 2), (3, 4, 2), (4, 4, 1))
+"""At one row: those that won there, and their neighbours."""
+_CODES_ROW_SIZES = ((16, 8, 1, 4, 0), (16, 8, 1, 4, 2), (16, 8, 1, 4, 3), (16, 8, 1, 8, 2), (16, 4, 1, 8, 0),
+                    (16, 4, 1, 4, 4), (16, 16, 1, 2, 0), (16, 16, 1, 2, 2), (32, 8, 1, 4, 0), (32, 8, 1, 2, 2),
+                    (32, 16, 1, 2, 0), (16, 8, 2, 3, 2), (16, 8, 3, 3, 2), (16, 8, 6, 5, 0), (32, 8, 3, 2, 0),
                     (16, 16, 6, 2, 0))
 """Features at a time, warps, steps, turns loaded ahead, programs that have room on a multiprocessor."""
 _LEAST_PROGRAMS = 120
@@ -343,7 +345,7 @@ class _Int4(_Around):
         from quire.kernels.triton.linear_codes import CodesShape, fits
 
         found: Ways = self._one_row() if rows == 1 else {}
-        for shape in _CODES_SIZES if rows <= 256 else ():
+        for shape in _ROW_CODES_SIZES if rows == 1 else _CODES_SIZES if rows <= 256 else ():
             if fits(rows, self.weights[0], CodesShape(*shape), self.scratch):
                 found["codes " + " ".join(map(str, shape))] = partial(self._codes, CodesShape(*shape))
         if rows >= 256:
@@ -351,17 +353,8 @@ class _Int4(_Around):
         return found
 
     def _one_row(self) -> Ways:
-        from quire.kernels.triton.codes_row import CodesRowShape, fits, turns
-
         found: Ways = {}
-        outputs = self.features // (2 if self.form == "gated" else 1)
-        for sizes in _CODES_ROW_SIZES:
-            shape = CodesRowShape(*sizes)
-            programs = outputs / (shape.features * shape.steps)
-            if programs < _LEAST_PROGRAMS or not fits(self.weights[0], shape, self.form == "gated"):
-                continue
-            # More than there is loads no more: that would be the same kernel.
-            shape = replace(shape, ahead=min(shape.ahead, shape.steps * turns(self.weights[0], shape)))
+        for shape in row_shapes(self.weights[0], self.form == "gated"):
             name = " ".join(map(str, astuple(shape)))
             found["codes_row " + name] = partial(self._row, shape, False)
             if self.form != "plain":
@@ -390,6 +383,21 @@ class _Int4(_Around):
 
         floats = self.x.new_empty(self.features, self.width)
         return self.ended(torch.mm(self.rows(), unpack(weight, floats).t()))
+
+
+def row_shapes(weight: Any, gated: bool) -> list[Any]:
+    """How the kernel of one row may multiply a weight of 4-bit codes."""
+    from quire.kernels.triton.codes_row import CodesRowShape, fits, turns
+
+    outputs, found = weight.features // (2 if gated else 1), []
+    for sizes in _CODES_ROW_SIZES:
+        shape = CodesRowShape(*sizes)
+        if outputs < _LEAST_PROGRAMS * shape.features * shape.steps or not fits(weight, shape, gated):
+            continue
+        # More than there is loads no more: that would be the same kernel.
+        shape = replace(shape, ahead=min(shape.ahead, shape.steps * turns(weight, shape)))
+        found += [] if shape in found else [shape]
+    return found
 
 
 if __name__ == "__main__":

@@ -141,3 +141,18 @@ def test_every_prefetching_gemm_fits_the_chip(monkeypatch: pytest.MonkeyPatch) -
         weight = torch.empty(1, dtype=torch.bfloat16).expand(features, width)
         monkeypatch.setattr(torch.Tensor, "is_contiguous", lambda _: True)
         assert linear_prefetch.fits(x, weight, PrefetchShape(*shape), scratch), (rows, features, width, shape)
+
+
+def test_the_tuner_tries_several_kernels_of_one_row_on_every_weight_of_4_bits() -> None:
+    """And none that a compiler could not give registers."""
+    from quire.bench.gpu.gemm import _LEAST_PROGRAMS, row_shapes
+    from quire.kernels.triton.linear_codes import PackedCodes
+
+    for model in MODELS:
+        for form, features, width in weights_of(model)[:4] if model not in UNTUNED else ():
+            words = torch.empty(0, dtype=torch.int32)
+            weight = PackedCodes(words, words, features, width, 128, torch.bfloat16)
+            shapes = row_shapes(weight, form == "gated")
+            enough = features // (2 if form == "gated" else 1) >= 16 * _LEAST_PROGRAMS
+            assert len(shapes) == len(set(shapes)) and (len(shapes) >= 5 if enough else not shapes)
+            assert all(shape.registers is None or 32 <= shape.registers <= 255 for shape in shapes)
