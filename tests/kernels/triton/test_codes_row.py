@@ -69,6 +69,7 @@ def row(width: int, seed: int = 0) -> Tensor:
         (130, 768, 384, False, CodesRowShape(16, 2, 2, 20)),
         (128, 2048, 2048, True, CodesRowShape(64, 4, 2)),
         (96, 384, 192, False, CodesRowShape(32, 2, 1, 2)),
+        (48, 1536, 128, True, CodesRowShape(16, 2, 2, 4)),
     ],
 )
 def test_products_with_codes_are_those_with_the_floats_they_stand_for(
@@ -124,17 +125,20 @@ def _widened(packed: PackedCodes) -> Tensor:
     return packed.scales.view(packed.dtype).view(-1, packed.features, 2).transpose(0, 1)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("steps", "width"), [(1, 512), (2, 512), (1, 1280)])
 @pytest.mark.parametrize("kind", [None, "silu", "gelu_tanh"])
-def test_norm_and_gate_are_those_of_kernels_of_their_own(kind: str | None, steps: int) -> None:
-    x, gain = row(512) * 3, 1 + row(512, 1)[0].float() / 8
-    packed = pack(plain_weight(96, 512, offsets=False), x.dtype)
+def test_norm_and_gate_are_those_of_kernels_of_their_own(kind: str | None, steps: int, width: int) -> None:
+    """A row of one turn, and one of five, which is not held in registers."""
+    x, gain = row(width) * 3, 1 + row(width, 1)[0].float() / 8
+    packed = pack(plain_weight(96, width, offsets=False), x.dtype)
     want = rms_norm_reference(x.float(), gain, 1e-5) @ unpacked(packed).float().t()
     bias = row(96, 2)[0]
     want = want + bias.float()
     if kind is not None:
         want = act_mul_reference(want, kind)
-    got = run(x, packed, CodesRowShape(16, 4, steps, 1), norm=gain, eps=1e-5, gated=kind, bias=bias)
+    got = run(
+        x, packed, CodesRowShape(16, 4 if width == 512 else 2, steps, 1), norm=gain, eps=1e-5, gated=kind, bias=bias
+    )
     torch.testing.assert_close(got.float(), want, rtol=0.02, atol=0.02 * float(want.abs().mean()))
 
 
