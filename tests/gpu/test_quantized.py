@@ -203,7 +203,10 @@ def test_the_kernel_of_one_row_of_codes_itself(form: str, offsets: bool) -> None
     if not linear_prefetch.available(torch.device("cuda")):
         pytest.skip("needs Hopper and Triton 3.6")
     gated = "silu" if form == "gated" else None
-    for features, width, group in ((6144, 4096, 128), (1120, 1024, 64), (224, 6144, 512)):
+    for features, width, group, *shapes in (
+        (6144, 4096, 128, (16, 8, 1, 4, 3), (32, 8, 2, 1)), (1120, 1024, 64, (16, 4, 3, 2), (16, 16, 1, 8)),
+        (224, 6144, 512, (16, 8, 2, 4)),
+    ):  # fmt: skip
         packed = linear_codes.pack(to_codes(numbers(features, width), group, offsets), torch.bfloat16)
         x, floats = numbers(1, width), linear_codes.unpacked(packed).float()
         gain, bias = torch.rand(width, device="cuda") + 0.5, numbers(features)
@@ -212,15 +215,12 @@ def test_the_kernel_of_one_row_of_codes_itself(form: str, offsets: bool) -> None
         want = activation.act_mul_reference(want, "silu") if gated else want
         residual = numbers(1, features) if form == "plain" else None
         want = want if residual is None else want + residual.float()
-        tried = 0
-        for sizes in ((16, 8, 1, 4), (16, 4, 3, 2), (32, 8, 2, 1), (16, 16, 1, 8)):
+        for sizes in shapes:
             shape = codes_row.CodesRowShape(*sizes)
-            if codes_row.fits(packed, shape, gated is not None):
-                got = codes_row.linear_codes_row(x, packed, bias, residual, norm=None if form == "plain" else gain,
-                                                 eps=1e-6, gated=gated, sizes=shape, pdl=True)
-                close(got, want, 0.01, (sizes, features, form))
-                tried += 1
-        assert tried >= 2
+            assert codes_row.fits(packed, shape, gated is not None)
+            got = codes_row.linear_codes_row(x, packed, bias, residual, norm=None if form == "plain" else gain,
+                                             eps=1e-6, gated=gated, sizes=shape, pdl=True)
+            close(got, want, 0.01, (sizes, features, form))
 
 
 def test_blocks_of_128_and_rows_are_exact() -> None:
