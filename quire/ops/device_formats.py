@@ -17,6 +17,7 @@ from quire.kernels.slices import Slices
 from quire.kernels.triton import (
     activation,
     coded_rows,
+    codes_row,
     gemm_table,
     linear_bytes,
     linear_codes,
@@ -35,6 +36,7 @@ _EARLY_ROWS = 512
 _UNIT = 16
 """Features and columns of a weight of bytes come in multiples of so many: what the library's GEMM takes."""
 _ROW_KERNELS = ("row", "norm_then_row")
+_CODES_ROW_KERNELS = ("codes_row", "norm_then_codes_row")
 INT8_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (1 << 62, (128, 256, 128, 8, 3)))
 """Up to so many rows: the tile of an int8 GEMM. Not timed yet."""
 
@@ -181,6 +183,9 @@ class DeviceFormats:
     ) -> Tensor:
         """linear(rms_norm(x)), and the gated activation of it, of one row or two."""
         if not isinstance(w, BytesLinear):
+            one = self._norm_codes_row(x, gain, eps, w, gated, out) if isinstance(w, CodesLinear) else None
+            if one is not None:
+                return one
             found = self.linear(norm.rms_norm(x, gain, eps, pdl=self._pdl), w, None, None if gated else out)
         else:
             choice = self._row_choice(x, w, gemm_table.GATED if gated else gemm_table.NORM)
@@ -192,6 +197,35 @@ class DeviceFormats:
             rows = coded_rows.norm_rows(x, None, gain, eps, w.input_scale, dtype=w.weight.dtype, pdl=self._pdl)
             found = self._bytes(rows, w, None, None if gated else out)
         return activation.act_mul(found, gated, pdl=self._pdl) if gated else found
+
+    def _norm_codes_row(
+        self, x: Tensor, gain: Tensor, eps: float, w: CodesLinear, gated: str | None, out: Tensor | None
+    ) -> Tensor | None:
+        """By the kernel of one row of 4-bit codes; None where that should not run."""
+        row = self._codes_row_choice(x, w, gemm_table.GATED if gated else gemm_table.NORM)
+        if row is None:
+            return None
+        packed, sizes, apart = row
+        x = norm.rms_norm(x, gain, eps, pdl=self._pdl) if apart else x
+        return codes_row.linear_codes_row(x, packed, w.bias, norm=None if apart else gain, eps=eps, gated=gated,
+                                          out=out, sizes=sizes, pdl=self._pdl)
+
+    def _codes_row_choice(
+        self, x: Tensor, w: CodesLinear, form: str
+    ) -> tuple[linear_codes.PackedCodes, codes_row.CodesRowShape, bool] | None:
+        """A weight of 4-bit codes, how the kernel of one row runs it, and whether its norm is a kernel of its own; None
+        where the table names another kernel, or that one cannot."""
+        if x.shape[0] != 1 or self._deterministic or self._scratch is None:
+            return None
+        if not isinstance(w.packed, linear_codes.PackedCodes) or (w.order is not None and form != gemm_table.PLAIN):
+            return None
+        choice = gemm_table.lookup(1, w.out_features, w.in_features, x.dtype, gemm_table.INT4 + form)
+        if choice.kernel not in _CODES_ROW_KERNELS:
+            return None
+        sizes = codes_row.CodesRowShape(*choice.sizes)
+        if not codes_row.fits(w.packed, sizes, form == gemm_table.GATED):
+            return None
+        return w.packed, sizes, choice.kernel != _CODES_ROW_KERNELS[0]
 
     def _row_choice(self, x: Tensor, w: BytesLinear, form: str) -> tuple[RowShape, bool] | None:
         """How the kernel of one row runs it, which keeps its own type, and whether its norm is a kernel of its own;
@@ -269,13 +303,24 @@ class DeviceFormats:
             return linear_planes.linear_planes(x, packed, w.bias, residual, out=out, pdl=self._early(rows))
         if self._scratch is None or not linear_prefetch.is_common(rows):
             return None
-        choice = gemm_table.lookup(rows, w.out_features, w.in_features, x.dtype, gemm_table.INT4 + gemm_table.PLAIN)
+        row = self._codes_row_choice(x, w, gemm_table.PLAIN)
+        if row is not None:
+            return codes_row.linear_codes_row(x, packed, w.bias, residual, out=out, sizes=row[1], pdl=self._pdl)
+        choice = self._codes_choice(x, w)
         sizes = linear_codes.CodesShape(*choice.sizes) if choice.kernel == "codes" else None
         if sizes is None or not linear_codes.fits(rows, packed, sizes, self._scratch):
             return None
         return linear_codes.linear_codes(
             x, packed, w.bias, residual, sizes=sizes, scratch=self._scratch, out=out, pdl=self._early(rows)
         )
+
+    def _codes_choice(self, x: Tensor, w: CodesLinear) -> gemm_table.GemmChoice:
+        """As the table has it; a weight that the kernel of one row cannot multiply is taken as one of two rows."""
+        form = gemm_table.INT4 + gemm_table.PLAIN
+        choice = gemm_table.lookup(x.shape[0], w.out_features, w.in_features, x.dtype, form)
+        if choice.kernel in _CODES_ROW_KERNELS:
+            choice = gemm_table.lookup(2, w.out_features, w.in_features, x.dtype, form)
+        return choice
 
     def _floats(self, x: Tensor, w: CodesLinear) -> Tensor:
         """The weight in the activations' type, in scratch memory."""

@@ -16,13 +16,16 @@ if torch.cuda.is_available():
     from quire.kernels.quantized import CodedWeight, Fp8Weight, Mxfp4Weight, QuantizedWeight, WeightUse
     from quire.kernels.routing import Clamp, RoutedRows, RouterSpec
     from quire.kernels.triton import (
+        activation,
         coded_rows,
+        codes_row,
         expert_codes,
         expert_linear,
         linear_bytes,
         linear_codes,
         linear_planes,
         linear_prefetch,
+        norm,
         route,
     )
     from quire.ops.device_weights import to_codes, to_fp8, to_int8
@@ -191,6 +194,33 @@ def test_the_kernel_of_codes_itself(rows: int) -> None:
             if linear_codes.fits(rows, packed, shape, scratch):
                 got = linear_codes.linear_codes(x, packed, sizes=shape, scratch=scratch, pdl=True)
                 close(got, x.float() @ want.float().t(), 0.005, (sizes, features))
+
+
+@pytest.mark.parametrize("form", ["plain", "norm", "gated"])
+@pytest.mark.parametrize("offsets", [False, True])
+def test_the_kernel_of_one_row_of_codes_itself(form: str, offsets: bool) -> None:
+    """Features and columns to a warp, steps that not every program has, and runs of 64, 128 and 256 columns."""
+    if not linear_prefetch.available(torch.device("cuda")):
+        pytest.skip("needs Hopper and Triton 3.6")
+    gated = "silu" if form == "gated" else None
+    for features, width, group, *shapes in (
+        (6144, 4096, 128, (16, 8, 1, 4, 3), (32, 8, 2, 1)), (1120, 1024, 64, (16, 4, 3, 2), (16, 16, 1, 8)),
+        (224, 6144, 512, (16, 8, 2, 4)),
+    ):  # fmt: skip
+        packed = linear_codes.pack(to_codes(numbers(features, width), group, offsets), torch.bfloat16)
+        x, floats = numbers(1, width), linear_codes.unpacked(packed).float()
+        gain, bias = torch.rand(width, device="cuda") + 0.5, numbers(features)
+        rows = norm.rms_norm_reference(x.float(), gain, 1e-6) if form != "plain" else x.float()
+        want = rows @ floats.t() + bias.float()
+        want = activation.act_mul_reference(want, "silu") if gated else want
+        residual = numbers(1, features) if form == "plain" else None
+        want = want if residual is None else want + residual.float()
+        for sizes in shapes:
+            shape = codes_row.CodesRowShape(*sizes)
+            assert codes_row.fits(packed, shape, gated is not None)
+            got = codes_row.linear_codes_row(x, packed, bias, residual, norm=None if form == "plain" else gain,
+                                             eps=1e-6, gated=gated, sizes=shape, pdl=True)
+            close(got, want, 0.01, (sizes, features, form))
 
 
 def test_blocks_of_128_and_rows_are_exact() -> None:

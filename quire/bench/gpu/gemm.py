@@ -3,7 +3,7 @@
 First what the matrix units reach in fp8. Then, for the weights of a layer and 1 to 2,048 rows, the time of each kernel
 in a captured graph over weights too large for the cache, behind the norm that quantizes its rows, and the share of the
 limit: bytes of the weight over bandwidth, or operations over rate. A wrong result is left out and said so. Kernels are
-compiled beforehand by one process for each weight. `--tune-quantized FILE` adds the fastest to the GEMM table.
+compiled beforehand by a few processes for each weight. `--tune-quantized FILE` adds the fastest to the GEMM table.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,17 @@ _ROW_SIZES = ((1, 2048, 4), (1, 4096, 8), (2, 1024, 2), (2, 1024, 4), (2, 2048, 
               (4, 1024, 4), (4, 2048, 4), (8, 1024, 4))
 _CODES_SIZES = ((4, 4, 1), (6, 4, 1), (8, 4, 1), (8, 2, 1), (6, 2, 1), (6, 2, 2), (4, 4, 2), (3, 4, 2), (4, 2, 1),
                 (3, 2, 1), (2, 4, 1), (5, 1, 1), (5, 1, 0))
+_ROW_CODES_SIZES = ((6, 4, 1), (6, 2, 1), (6, 2, 2), (3, 4, 2), (4, 4, 1))
+"""At one row: those that won there, and their neighbours."""
+_CODES_ROW_SIZES = ((16, 8, 1, 4, 0), (16, 8, 1, 4, 2), (16, 8, 1, 4, 3), (16, 8, 1, 8, 2), (16, 4, 1, 8, 0),
+                    (16, 4, 1, 4, 4), (16, 16, 1, 2, 0), (16, 16, 1, 2, 2), (32, 8, 1, 4, 0), (32, 8, 1, 2, 2),
+                    (32, 16, 1, 2, 0), (16, 8, 2, 3, 2), (16, 8, 3, 3, 2), (16, 8, 6, 5, 0), (32, 8, 3, 2, 0),
+                    (16, 16, 6, 2, 0))
+"""Features at a time, warps, steps, turns loaded ahead, programs that have room on a multiprocessor."""
+_LEAST_PROGRAMS = 120
+"""Fewer leave multiprocessors idle."""
+_COMPILERS = 16
+"""Processes that compile kernels: those of one weight may be shared by several."""
 _SMALL_RINGS = ((1, 5, 2, 0), (1, 3, 4, 0), (1, 6, 2, 1), (1, 5, 2, 2))
 """Of fp8 at one row: two programs of them, and so two kernels, have room on a multiprocessor."""
 _TILES = ((64, 128, 128, 4, 4), (128, 128, 128, 8, 4), (128, 256, 128, 8, 3))
@@ -46,9 +58,10 @@ def measure(
     counts = rows or list(ROWS)
     here = module_command("quire.bench.gpu.gemm")
     jobs = [(model, index) for model in models for index in range(4)]
-    compiling = [subprocess.Popen([*here, model, str(index), ",".join(map(str, counts)), *formats],
+    parts = max(1, _COMPILERS // len(jobs))
+    compiling = [subprocess.Popen([*here, model, str(index), f"{part}/{parts}", ",".join(map(str, counts)), *formats],
                                   env=child_environment())
-                 for model, index in jobs]
+                 for model, index in jobs for part in range(parts)]
     rate = FLOPS
     if "fp8" in formats:
         rates = _ceilings()
@@ -60,7 +73,7 @@ def measure(
     for form in formats:
         for model, index in jobs:
             found = []
-            for line in _weight(model, index, form, rate, counts, dry=False):
+            for line in _weight(model, index, form, rate, counts):
                 note(line)
                 found += _entries(line)
             if path is not None and found:
@@ -110,15 +123,17 @@ def _ceilings() -> dict[str, float]:
 
 
 def _weight(
-    model: str, index: int, format_: str, rate: float, counts: list[int], dry: bool
+    model: str, index: int, format_: str, rate: float, counts: list[int], part: tuple[int, int] | None = None
 ) -> Iterator[dict[str, Any]]:
+    """`part`: only compile, from which kernel on and every how many."""
+    dry, (first, every) = part is not None, part or (0, 1)
     form, features, width = weights_of(model)[index]
     make = {"fp8": _Fp8, "int8": _Int8, "int4": _Int4}[format_]
     around = make(form, features, width, 1 if dry else max(2, math.ceil(_LEAST_BYTES / (features * width / 2))))
     for rows in counts:
         seconds: dict[str, float] = {}
         around.begin(rows)
-        for name, way in around.ways(rows).items():
+        for name, way in list(around.ways(rows).items())[first::every]:
             try:
                 if not dry and not around.right(way):
                     raise ArithmeticError("the result is wrong")
@@ -329,13 +344,31 @@ class _Int4(_Around):
     def ways(self, rows: int) -> Ways:
         from quire.kernels.triton.linear_codes import CodesShape, fits
 
-        found: Ways = {}
-        for shape in _CODES_SIZES if rows <= 256 else ():
+        found: Ways = self._one_row() if rows == 1 else {}
+        for shape in _ROW_CODES_SIZES if rows == 1 else _CODES_SIZES if rows <= 256 else ():
             if fits(rows, self.weights[0], CodesShape(*shape), self.scratch):
                 found["codes " + " ".join(map(str, shape))] = partial(self._codes, CodesShape(*shape))
         if rows >= 256:
             found["unpacked"] = self._unpacked
         return found
+
+    def _one_row(self) -> Ways:
+        found: Ways = {}
+        for shape in row_shapes(self.weights[0], self.form == "gated"):
+            name = " ".join(map(str, astuple(shape)))
+            found["codes_row " + name] = partial(self._row, shape, False)
+            if self.form != "plain":
+                found["norm_then_codes_row " + name] = partial(self._row, shape, True)
+        return found
+
+    def _row(self, shape: Any, apart: bool, weight: Any) -> Any:
+        """`apart`: the norm in its own kernel."""
+        from quire.kernels.triton.codes_row import linear_codes_row
+
+        fused: dict[str, Any] = {} if apart else {"norm": self.gain, "eps": 1e-6}
+        fused = {"residual": self.residual} if self.form == "plain" else fused
+        gated = "silu" if self.form == "gated" else None
+        return linear_codes_row(self.rows() if apart else self.x, weight, gated=gated, sizes=shape, pdl=True, **fused)
 
     def _codes(self, sizes: Any, weight: Any) -> Any:
         from quire.kernels.triton.linear_codes import linear_codes
@@ -352,7 +385,23 @@ class _Int4(_Around):
         return self.ended(torch.mm(self.rows(), unpack(weight, floats).t()))
 
 
+def row_shapes(weight: Any, gated: bool) -> list[Any]:
+    """How the kernel of one row may multiply a weight of 4-bit codes."""
+    from quire.kernels.triton.codes_row import CodesRowShape, fits, turns
+
+    outputs, found = weight.features // (2 if gated else 1), []
+    for sizes in _CODES_ROW_SIZES:
+        shape = CodesRowShape(*sizes)
+        if outputs < _LEAST_PROGRAMS * shape.features * shape.steps or not fits(weight, shape, gated):
+            continue
+        # More than there is loads no more: that would be the same kernel.
+        shape = replace(shape, ahead=min(shape.ahead, shape.steps * turns(weight, shape)))
+        found += [] if shape in found else [shape]
+    return found
+
+
 if __name__ == "__main__":
-    rows_given = [int(count) for count in sys.argv[3].split(",")]
-    for each in sys.argv[4:]:
-        list(_weight(sys.argv[1], int(sys.argv[2]), each, FLOPS, rows_given, dry=True))
+    rows_given = [int(count) for count in sys.argv[4].split(",")]
+    begin, step = map(int, sys.argv[3].split("/"))
+    for each in sys.argv[5:]:
+        list(_weight(sys.argv[1], int(sys.argv[2]), each, FLOPS, rows_given, (begin, step)))

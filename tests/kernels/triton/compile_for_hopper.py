@@ -41,6 +41,7 @@ from quire.kernels.triton import (  # noqa: E402
     branch,
     code_planes,
     coded_rows,
+    codes_row,
     distill,
     expert_codes,
     expert_few,
@@ -60,6 +61,7 @@ from quire.kernels.triton import (  # noqa: E402
     route,
     sample,
 )
+from quire.kernels.triton.linear_codes import PackedCodes  # noqa: E402
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, pair_cache  # noqa: E402
 from quire.ops import device_formats  # noqa: E402
 from quire.ops.device_experts import ExpertKernels  # noqa: E402
@@ -163,6 +165,24 @@ def tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
                 linear_fixed.linear_fixed, x, weight, slices=slices, sizes=linear_fixed.FixedShape(*sizes), parts=parts)
 
 
+def early_loads(operations: list[str]) -> int:
+    """Loads of 16 bytes a thread that come before the wait for the kernel before."""
+    before = operations[: operations.index("ACQBULK")] if "ACQBULK" in operations else []
+    return sum(operation.startswith("LDG") and operation.endswith("128") for operation in before)
+
+
+def code_rows(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """One row of 4-bit codes: an output projection, and gate and up with their norm."""
+    for name, outputs, gated in (("code row", 4096, None), ("code row gated", 24576, "silu")):
+        words, pairs = torch.empty(outputs // 4, 2048, dtype=torch.int32), torch.empty(32, outputs, dtype=torch.int32)
+        weight = PackedCodes(words, pairs, outputs, 4096, 128, dtype, gated is not None)
+        x, gain = torch.empty(1, 4096, dtype=dtype), torch.empty(4096, dtype=dtype) if gated else None
+        residual = None if gated else torch.empty(1, outputs, dtype=dtype)
+        sizes = codes_row.CodesRowShape(16, 8, 1, 4, 2 if gated else 3)
+        yield name, partial(codes_row.linear_codes_row, x, weight, None, residual, norm=gain, gated=gated, sizes=sizes,
+                            pdl=True)
+
+
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     x, gain, weight = torch.empty(1, 1024, dtype=dtype), torch.empty(1024), torch.empty(256, 1024, dtype=dtype)
     qkv = torch.empty(2, HEADS.width, dtype=dtype)
@@ -199,6 +219,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"{name} in {parts}", partial(
                 linear_fixed.linear_fixed, wide_x, wide_weight, slices=slices, parts=parts)
     if not small:
+        yield from code_rows(dtype)
         yield from prefetch(dtype)
         yield from fixed(dtype)
         yield from tiles(dtype)
@@ -409,20 +430,22 @@ def variants(dtype: torch.dtype) -> dict[str, int]:
 def main() -> None:
     found: dict[str, Any] = {}
     linear_fixed.capability = lambda device: (9, 0)
-    only = {torch.float32: ("exact", "mixed"), torch.float16: ("prefetch few",)}
+    only = {torch.float32: ("exact", "mixed"), torch.float16: ("prefetch few", "code row")}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for name, launch in launches(dtype):
             if name not in only.get(dtype, (name,)):
                 continue
             with compiling() as kernels:
                 launch()
-            operations = [operation.split(".")[0] for operation in instructions(kernels[0])]
+            whole = instructions(kernels[0])
+            operations = [operation.split(".")[0] for operation in whole]
             found[f"{name} {str(dtype)[6:]}"] = {
                 "resources": resources(kernels[0]), "shared": kernels[0].metadata.shared,
                 "fused": operations.count("FFMA"), "barriers": operations.count("BAR"),
                 "stores_before_copies": stores_before_copies(kernels[0]), "matrix_loads": operations.count("LDSM"),
                 "bulk_copies": bulk_copies(kernels[0]), "machine_copies": machine_copies(operations),
-                "multiplications": multiplications(kernels[0]),
+                "multiplications": multiplications(kernels[0]), "instructions": len(operations),
+                "early_loads": early_loads(whole), "byte_products": operations.count("IMMA"),
             }  # fmt: skip
     found["variants"] = {str(dtype)[6:]: variants(dtype) for dtype in (torch.bfloat16, torch.float32)}
     found["families"] = families()

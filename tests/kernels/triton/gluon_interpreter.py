@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra import cuda
 
@@ -192,7 +192,19 @@ class Program:
         assert view.data is not None
         view.one.store(view.data, value.data, self.baton.step())
 
-    def load(self, pointer: Pointer, mask: Value | None = None, other: Any = 0, cache_modifier: str = "") -> Value:
+    def multiply_registers(self, a: Value, b: Value, acc: Value) -> Value:
+        """Operands and sums in registers, a batch of matrices: it is done when it returns."""
+        self.baton.step()
+        (batch, m, k), n = a.shape, b.shape[2]
+        demand([b.shape[:2], acc.shape] == [[batch, k], [batch, m, n]], f"{a.shape} by {b.shape} to {acc.shape}")
+        bytes_of = a.dtype == b.dtype == torch.int8 and acc.dtype == torch.int32
+        demand(bytes_of and not (m % 16 or n % 8 or k % 32), "no such MMA of the tensor cores known here")
+        return Value(torch.bmm(a.data.int(), b.data.int()) + acc.data)
+
+    def load(
+        self, pointer: Pointer, mask: Value | None = None, other: Any = 0, cache_modifier: str = "",
+        eviction_policy: str = "",
+    ) -> Value:  # fmt: skip
         demand(self.baton.step().may_read or not pointer.late, "a load before gdc_wait")
         place, real = pointer.checked(mask)
         self.run.races.touch(self.number, pointer.flat, place[real], writes=False)
@@ -254,7 +266,13 @@ def _language(program: Program) -> Any:
         return torch.stack([a.data, b.data], -1)
 
     def extreme(function: Callable[..., Tensor]) -> Callable[..., Value]:
-        return lambda a, b: Value(function(torch.as_tensor(plain(a)), torch.as_tensor(plain(b))))
+        def of(a: Any, b: Any) -> Value:
+            """A number has the type of the block that it is compared with."""
+            kind = next((each.dtype for each in (a, b) if isinstance(each, Value)), None)
+            return Value(function(*(each.data if isinstance(each, Value) else torch.as_tensor(each, dtype=kind)
+                                    for each in (a, b))))
+
+        return of
 
     def full(shape: Collection[int], value: float, dtype: torch.dtype, layout: Any = None) -> Value:
         return Value(zeros(shape, dtype).data + value)
@@ -264,11 +282,12 @@ def _language(program: Program) -> Any:
 
     return SimpleNamespace(
         int32=torch.int32, int64=torch.int64, float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16,
-        float8e4nv=torch.float8_e4m3fn, int16=torch.int16,
+        float8e4nv=torch.float8_e4m3fn, int16=torch.int16, int8=torch.int8,
         arange=arange, zeros=zeros, full=full, where=where, static_range=static_range,
         zeros_like=lambda value: Value(torch.zeros_like(value.data)), exp2=lambda value: Value(torch.exp2(value.data)),
         max=lambda value, axis: Value(value.data.amax(axis)), sum=lambda value, axis: Value(value.data.sum(axis)),
         maximum=extreme(torch.maximum), minimum=extreme(torch.minimum),
+        rsqrt=lambda value: Value(value.data.rsqrt()), split=lambda value: tuple(map(Value, value.data.unbind(-1))),
         SliceLayout=lambda dim, parent: None, DotOperandLayout=lambda operand, parent, width: None,
         convert_layout=lambda value, layout, assert_trivial=False: value, join=lambda a, b: Value(stacked(a, b)),
         broadcast=lambda a, b: (Value(a.data.expand(b.data.shape)), b),
@@ -292,6 +311,7 @@ def _stand_ins(program: Program) -> list[tuple[Any, Any]]:
         (hopper.tma, SimpleNamespace(async_copy_global_to_shared=program.copy)),
         (hopper.warpgroup_mma, program.multiply),
         (hopper.warpgroup_mma_wait, program.multiply_wait),
+        (ampere.mma_v2, program.multiply_registers),
         (hopper.fence_async_shared, program.fence),
         (cuda.gdc_wait, program.gdc_wait),
         (cuda.gdc_launch_dependents, lambda: None),
@@ -311,6 +331,7 @@ def _python(kernel: GluonJITFunction, program: Program, assembly: Mapping[str, A
         elif isinstance(known, GluonJITFunction):
             module[name] = FunctionType(known.fn.__code__, module, name, known.fn.__defaults__)
         else:
+            known = known.value if isinstance(known, gl.constexpr) else known
             module[name] = next((ours for theirs, ours in stand_ins if known is theirs), known)
     return FunctionType(kernel.fn.__code__, module, kernel.fn.__name__, kernel.fn.__defaults__)
 

@@ -7,8 +7,10 @@ import torch
 
 from quire.bench.gpu.cases import MODELS
 from quire.bench.gpu.tune import weights_of
+from quire.kernels.triton.codes_row import CodesRowShape
 from quire.kernels.triton.gemm_table import (
     GATED,
+    INT4,
     NORM,
     PLAIN,
     GemmChoice,
@@ -23,15 +25,16 @@ from quire.kernels.triton.linear_prefetch import PrefetchShape
 from quire.kernels.triton.linear_row import RowShape
 
 KERNELS = {"row": RowShape, "norm_then_row": RowShape, "prefetch": PrefetchShape, "codes": CodesShape, "vector": tuple,
-           "library": tuple}
+           "library": tuple, "codes_row": CodesRowShape, "norm_then_codes_row": CodesRowShape}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
     for entry in table():
         sizes = entry.choice.sizes
         assert sizes == () if KERNELS[entry.choice.kernel] is tuple else KERNELS[entry.choice.kernel](*sizes)
-        assert entry.choice.kernel not in ("row", "norm_then_row") or entry.rows == 1
-        assert entry.choice.kernel != "norm_then_row" or entry.form != PLAIN
+        assert not entry.choice.kernel.endswith("row") or entry.rows == 1
+        assert not entry.choice.kernel.startswith("norm_then") or not entry.form.endswith(PLAIN)
+        assert ("codes" not in entry.choice.kernel) or entry.form.startswith(INT4)
         assert entry.choice.kernel != "vector" or entry.rows in (2, 4)
 
 
@@ -138,3 +141,18 @@ def test_every_prefetching_gemm_fits_the_chip(monkeypatch: pytest.MonkeyPatch) -
         weight = torch.empty(1, dtype=torch.bfloat16).expand(features, width)
         monkeypatch.setattr(torch.Tensor, "is_contiguous", lambda _: True)
         assert linear_prefetch.fits(x, weight, PrefetchShape(*shape), scratch), (rows, features, width, shape)
+
+
+def test_the_tuner_tries_several_kernels_of_one_row_on_every_weight_of_4_bits() -> None:
+    """And none that a compiler could not give registers."""
+    from quire.bench.gpu.gemm import _LEAST_PROGRAMS, row_shapes
+    from quire.kernels.triton.linear_codes import PackedCodes
+
+    for model in MODELS:
+        for form, features, width in weights_of(model)[:4] if model not in UNTUNED else ():
+            words = torch.empty(0, dtype=torch.int32)
+            weight = PackedCodes(words, words, features, width, 128, torch.bfloat16)
+            shapes = row_shapes(weight, form == "gated")
+            enough = features // (2 if form == "gated" else 1) >= 16 * _LEAST_PROGRAMS
+            assert len(shapes) == len(set(shapes)) and (len(shapes) >= 5 if enough else not shapes)
+            assert all(shape.registers is None or 32 <= shape.registers <= 255 for shape in shapes)

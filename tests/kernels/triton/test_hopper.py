@@ -63,6 +63,21 @@ def test_the_linear_of_one_row_meets_shared_memory_only_in_its_final_sums(compil
     assert compiled["row bfloat16"]["barriers"] <= 10
 
 
+@pytest.mark.parametrize(("name", "loads", "products", "most"), [
+    ("code row bfloat16", 8, 16, 2.0), ("code row float16", 8, 16, 2.0), ("code row gated bfloat16", 16, 48, 1.8),
+])
+def test_a_row_of_codes_is_read_before_the_wait_and_multiplied_in_few_instructions(
+    compiled: dict[str, Any], name: str, loads: int, products: int, most: float
+) -> None:
+    """All codes of a tile in four turns: two loads of 16 bytes and four products for each 16 features, and with offsets
+    four products more. A barrier each for the largest number, the digits and the sums."""
+    kernel = compiled[name]
+    assert (kernel["early_loads"], kernel["byte_products"], kernel["barriers"]) == (loads, products, 3)
+    found = dict(each.split(":") for each in kernel["resources"].split())
+    assert int(found["STACK"]) <= 64 and int(found["REG"]) <= 128
+    assert kernel["instructions"] <= most * 32 * loads  # of a thread: a load of 16 bytes has 32 weights
+
+
 def test_every_batch_of_deterministic_mode_runs_the_same_machine_code(compiled: dict[str, Any]) -> None:
     """Another kernel for another number of rows may round otherwise, whatever its source says. A GEMM in slices is two
     kernels (sums, then their tree), a wide one in 16 bits has three tiles; tests/gpu/test_bits.py compares the bits of
