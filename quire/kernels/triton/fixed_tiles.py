@@ -104,6 +104,10 @@ class TileScratch:
     def allocate(cls, device: torch.device | str, programs: int) -> TileScratch:
         return cls(torch.empty(programs * 2 * 3 * GROUP_ROWS * 128, dtype=torch.float32, device=device))
 
+    @classmethod
+    def for_device(cls, device: torch.device) -> TileScratch:
+        return cls.allocate(device, multiprocessors(device) if device.type == "cuda" else 1)
+
 
 def fits(
     x: Tensor, weight: Tensor, slices: Slices | None, tiles: FixedTiles, scratch: PrefetchScratch, deep: TileScratch
@@ -157,7 +161,7 @@ def linear_fixed_tiles(
         tiles.parts,
         tiles.parts.bit_length() - 1,
         tiles.band,
-        tiles.ordered,
+        bool(tiles.ordered),  # a table says 0 or 1
         bias is not None,
         residual is not None,
         pdl,
