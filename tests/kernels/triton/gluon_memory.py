@@ -84,7 +84,7 @@ def _operators() -> None:
                   "rshift": operator.rshift}
     for name, function in functions.items():
         setattr(Value, f"__{name}__", lambda a, b, f=function: Value(f(a.data, plain(b))))
-    for name in ("add", "sub", "mul"):
+    for name in ("add", "sub", "mul", "truediv"):
         setattr(Value, f"__r{name}__", lambda a, b, f=functions[name]: Value(f(b, a.data)))
 
 
