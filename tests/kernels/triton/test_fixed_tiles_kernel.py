@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def numbers(rows: int, features: int, width: int, slices: Slices | None, seed: i
 
 def slice_sums(x: Tensor, weight: Tensor, slices: Slices | None) -> list[Tensor]:
     borders = (0, x.shape[1]) if slices is None else slices.borders
-    return [(x[:, a:b].double() @ weight[:, a:b].double().t()).float() for a, b in zip(borders, borders[1:])]
+    return [(x[:, a:b].double() @ weight[:, a:b].double().t()).float() for a, b in pairwise(borders)]
 
 
 def places(parts: int = 1 << 19) -> tuple[PrefetchScratch, TileScratch]:
