@@ -169,7 +169,7 @@ class TritonOps(Ops):
             if units is not None and units.fits(x, w.weight, scratch):
                 return linear_fixed_prefetch(x, w.weight, w.bias, residual, units=units, scratch=scratch, pdl=early)
         if choice.kernel == fixed_table.TILES and scratch is not None and deep is not None:
-            tiles = fixed_tiles.FixedTiles(*choice.sizes)
+            tiles = fixed_tiles.FixedTiles.of(choice.sizes)
             if fixed_tiles.fits(x, w.weight, w.slices, tiles, scratch, deep):
                 return fixed_tiles.linear_fixed_tiles(
                     x, w.weight, w.bias, residual, w.slices, tiles=tiles, scratch=scratch, deep=deep, pdl=early)

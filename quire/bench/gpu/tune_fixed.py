@@ -38,7 +38,7 @@ _RANGES = (
 """Tiles of sums in slices, and into how many runs the slices of a tile are shared out: the longer a run, the more sums
 a program holds in registers; the more runs, the more of them go through memory. The first of each is the one in use."""
 _WHOLE_TILES = ((128, 5, 1, 0, 8), (128, 5, 1, 0, 16), (256, 4, 1, 0, 8), (256, 4, 1, 0, 16))
-_HEAD_TILES = ((128, 4, 1, 0, 8), (128, 4, 1, 1, 8), (128, 4, 1, 1, 16), (128, 4, 2, 1, 8), (128, 4, 4, 1, 8))
+_HEAD_TILES = ((128, 4, 1, 0, 8), (128, 4, 1, 1, 8), (128, 4, 1, 1, 16), (128, 4, 2, 1, 8), (128, 4, 4, 0, 8))
 _RANGE_TILES = ((128, 4, 1, 0, 8), (128, 4, 1, 0, 16), (128, 4, 2, 0, 8), (128, 5, 4, 0, 8))
 """Of `fixed_tiles`: features, stages, parts, whether warp groups take slices in turn, row tiles of a band."""
 _MOST_SHARED_ROWS = 1024
@@ -137,7 +137,7 @@ def _prefetching(x: Any, weight: Any, slices: Any) -> Iterator[tuple[str, FixedC
         yield "prefetch early", FixedChoice(PREFETCH), partial(_prefetched, x, units, scratch, True)
     deep = fixed_tiles.TileScratch.allocate("cuda", multiprocessors(x.device))
     for sizes in hopper_tiles(x.shape[0], slices):
-        tiles = fixed_tiles.FixedTiles(*sizes)
+        tiles = fixed_tiles.FixedTiles.of(sizes)
         if fixed_tiles.fits(x, weight, slices, tiles, scratch, deep):
             yield (f"tiles {' '.join(map(str, sizes))}", FixedChoice(TILES, sizes),
                    partial(_tiled, x, slices, tiles, scratch, deep))

@@ -35,19 +35,25 @@ def _tile(item, tile_seq, tile_first, query_start, context_len, NUM_KV: gl.const
 
 
 @gluon.jit
-def _copy_keys(cache, ring, full, free, stage, parity, table, place, head, NUM_KV: gl.constexpr,
-               PAGE: gl.constexpr):  # fmt: skip
+def _page_rows(table, place, head, NUM_KV: gl.constexpr, PAGE: gl.constexpr, PAGES: gl.constexpr):
+    """Rows of the cache where some pages of a sequence begin: all are known before the first is copied."""
+    found = ((gl.load(table + place) * NUM_KV + head) * PAGE,)
+    for page in gl.static_range(1, PAGES):
+        found = found + ((gl.load(table + place + page) * NUM_KV + head) * PAGE,)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _copy_keys(cache, ring, full, free, stage, parity, pages, PAGE: gl.constexpr):
     """A turn of keys (or values) into a stage, once it is free."""
     KEYS: gl.constexpr = ring.shape[1]
     WIDTH: gl.constexpr = ring.shape[2]
     mbarrier.wait(free.index(stage), parity)
     mbarrier.expect(full.index(stage), 2 * KEYS * WIDTH * 2)
     for page in gl.static_range(KEYS // PAGE):
-        block = gl.load(table + place + page)
         for half in gl.static_range(2):
             target = ring.index(2 * stage + half).slice(page * PAGE, PAGE, dim=0)
-            tma.async_copy_global_to_shared(
-                cache, [(block * NUM_KV + head) * PAGE, half * WIDTH], full.index(stage), target)
+            tma.async_copy_global_to_shared(cache, [pages[page], half * WIDTH], full.index(stage), target)
 
 
 @gluon.jit
@@ -67,9 +73,9 @@ def _load_tiles(
         table = tables + row.to(gl.int64) * table_stride
         for turn in range(turns):
             stage, parity = (done + turn) % STAGES, ((done + turn) // STAGES + 1) & 1
-            place = turn * (KEYS // PAGE)
-            _copy_keys(k_cache, k_ring, k_full, k_free, stage, parity, table, place, head, NUM_KV, PAGE)
-            _copy_keys(v_cache, v_ring, v_full, v_free, stage, parity, table, place, head, NUM_KV, PAGE)
+            pages = _page_rows(table, turn * (KEYS // PAGE), head, NUM_KV, PAGE, KEYS // PAGE)
+            _copy_keys(k_cache, k_ring, k_full, k_free, stage, parity, pages, PAGE)
+            _copy_keys(v_cache, v_ring, v_full, v_free, stage, parity, pages, PAGE)
         done += turns
 
 

@@ -1,13 +1,14 @@
 """`linear_fixed` for many rows on Hopper: its additions in its order, by tiles that the copy engine loads.
 
 Two warp groups multiply while a warp loads, and sums in slices keep a tile of 128 x 128 (`fixed_tiles_kernel` says
-how), where `linear_fixed` needs tiles of 128 x 64 and 64 x 32. A sum's order is that of `linear_fixed`: k in steps of 16
-(one tensor core instruction), each slice from zero, the slices' tree. So the bits should be the same;
+how), where `linear_fixed` needs tiles of 128 x 64 and 64 x 32. A sum's order is that of `linear_fixed`: k in steps of
+16 (one tensor core instruction), each slice from zero, the slices' tree. So the bits should be the same;
 tests/gpu/test_bits.py compares them on a chip, which has not been done yet. `fixed_table` says which GEMMs run here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -52,6 +53,12 @@ class FixedTiles:
     parts: int = 1
     ordered: bool = False
     band: int = 8
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> FixedTiles:
+        """As a table has them."""
+        features, stages, parts, ordered, band = sizes
+        return cls(features, stages, parts, bool(ordered), band)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +168,7 @@ def linear_fixed_tiles(
         tiles.parts,
         tiles.parts.bit_length() - 1,
         tiles.band,
-        bool(tiles.ordered),  # a table says 0 or 1
+        tiles.ordered,
         bias is not None,
         residual is not None,
         pdl,

@@ -104,5 +104,6 @@ def test_every_tile_that_the_tuner_tries_can_run(rows: int, slices: Slices | Non
     width = 4096 if slices is None else slices.width
     weight = torch.empty(4096, width, dtype=torch.bfloat16, device="meta")
     for sizes in tune_fixed.hopper_tiles(rows, slices):
-        unit = fixed_tiles.unit_of(weight, slices, fixed_tiles.FixedTiles(*sizes))
-        assert unit is not None and fixed_tiles.shared_bytes(fixed_tiles.FixedTiles(*sizes), unit) <= 227 << 10
+        tiles = fixed_tiles.FixedTiles.of(sizes)
+        unit = fixed_tiles.unit_of(weight, slices, tiles)
+        assert unit is not None and fixed_tiles.shared_bytes(tiles, unit) <= 227 << 10
