@@ -45,6 +45,7 @@ _MOST_SHARED_ROWS = 1024
 """With more rows than that there are tiles enough for all programs: slices are not shared out."""
 _LEAST_BYTES, _HEAD_FEATURES, _HEAD_ROWS = 2e8, 100_000, 256
 _FIRST_ALGORITHMS, _TILE_ROWS = 6, 64
+_DEVICE = "cuda"
 Way = Callable[[Any], Any]
 
 
@@ -57,10 +58,10 @@ def measure(model: str, counts: list[int], only: list[str], places: list[int]) -
             continue
         slices = _slices(model, index)
         copies = max(2, math.ceil(_LEAST_BYTES / (features * width * 2)))
-        weights = [torch.randn(features, width, device="cuda", dtype=torch.bfloat16) / 32 for _ in range(copies)]
+        weights = [torch.randn(features, width, device=_DEVICE, dtype=torch.bfloat16) / 32 for _ in range(copies)]
         for rows in counts:
             if rows <= _HEAD_ROWS or features < _HEAD_FEATURES:
-                x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+                x = torch.randn(rows, width, device=_DEVICE, dtype=torch.bfloat16)
                 yield {"bench": "gpu", "case": "fixed", "model": model, "features": features, "width": width,
                        "rows": rows, "slices": 1 if slices is None else slices.total,
                        "ways": _timed(x, weights[: 2 if rows >= 1024 else copies], slices, only)}
@@ -130,12 +131,12 @@ def _prefetching(x: Any, weight: Any, slices: Any) -> Iterator[tuple[str, FixedC
     from quire.kernels.triton import fixed_prefetch, fixed_tiles
     from quire.kernels.triton.linear_prefetch import PrefetchScratch, multiprocessors
 
-    scratch = PrefetchScratch.allocate("cuda")
+    scratch = PrefetchScratch.allocate(_DEVICE)
     units = fixed_prefetch.units_for(x.shape[0], weight, slices)
     if units is not None and units.fits(x, weight, scratch):
         yield "prefetch", None, partial(_prefetched, x, units, scratch, False)
         yield "prefetch early", FixedChoice(PREFETCH), partial(_prefetched, x, units, scratch, True)
-    deep = fixed_tiles.TileScratch.allocate("cuda", multiprocessors(x.device))
+    deep = fixed_tiles.TileScratch.allocate(_DEVICE, multiprocessors(x.device))
     for sizes in hopper_tiles(x.shape[0], slices):
         tiles = fixed_tiles.FixedTiles.of(sizes)
         if fixed_tiles.fits(x, weight, slices, tiles, scratch, deep):
