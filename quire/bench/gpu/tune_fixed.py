@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from quire.bench.gpu.cases import MODELS
@@ -224,7 +225,8 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", type=int, default=[0, 1, 2, 3, 4],
                         help="of 0 qkv, 1 output projection, 2 gate and up, 3 down, 4 head")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="ways whose names begin so")
-    parser.add_argument("--write", metavar="FILE", help="the table of the fastest")
+    parser.add_argument("--write", metavar="FILE", type=Path,
+                        help="the table of the fastest; what it has of other weights and rows stays")
     parser.add_argument("--quiet", action="store_true", help="run everything and print nothing")
     args = parser.parse_args()
     if not args.quiet:

@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 TILES, PREFETCH, FIXED = "tiles", "prefetch", "fixed"
@@ -46,15 +47,19 @@ def table() -> dict[Weight, list[tuple[int, FixedChoice]]]:
 
 
 def lookup(rows: int, features: int, width: int, slices: int) -> FixedChoice | None:
-    """The entry of the fewest rows that are enough, the last one for any more; None: this weight was not timed."""
+    """The entry of the fewest rows that are enough, the last one for any more. None: this weight was not timed, or only
+    with more than twice as many rows."""
     known = table().get((features, width, slices))
-    if not known:
+    if not known or 2 * rows <= known[0][0]:
         return None
     return next((choice for most, choice in known if most >= rows), known[-1][1])
 
 
-def write(path: str, entries: list[dict[str, Any]], **about: str) -> None:
+def write(path: Path, entries: list[dict[str, Any]], **about: str) -> None:
+    """Entries that the file has already stay, but for those of the same rows and weight."""
+    fields = ("features", "width", "slices", "rows")
+    before = json.loads(path.read_text(encoding="utf-8"))["gemms"] if path.exists() else []
+    every = {tuple(entry[field] for field in fields): entry for entry in (*before, *entries)}
     head = "".join(f'"{name}": {json.dumps(value)}, ' for name, value in about.items())
-    lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(f'{{{head}"gemms": [\n{lines}\n]}}\n' if entries else f'{{{head}"gemms": []}}\n')
+    lines = ",\n".join(f"  {json.dumps(every[key])}" for key in sorted(every))
+    path.write_text(f'{{{head}"gemms": [\n{lines}\n]}}\n', encoding="utf-8")

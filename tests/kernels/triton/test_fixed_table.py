@@ -39,12 +39,22 @@ def test_the_fastest_that_gave_every_bit_is_taken() -> None:
     assert tune_fixed.best({**line, "ways": ways(torch=(1.0, 1.0, None))}) is None
 
 
-def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_table_grows_by_what_is_timed_later(tmp_path: Path) -> None:
     path = tmp_path / "fixed_table.json"
-    for entries in (ENTRIES, []):
-        fixed_table.write(str(path), entries, device="a chip")
-        read = json.loads(path.read_text())
-        assert read == {"device": "a chip", "gemms": entries}
+    fixed_table.write(path, ENTRIES[:2], device="a chip")
+    newer = {**ENTRIES[1], "kernel": "prefetch", "sizes": []}
+    fixed_table.write(path, [newer, *ENTRIES[2:]], device="another")
+    read = json.loads(path.read_text())
+    assert read == {"device": "another", "gemms": [ENTRIES[0], newer, ENTRIES[3], ENTRIES[2]]}
+    fixed_table.write(tmp_path / "empty.json", [], device="a chip")
+    assert json.loads((tmp_path / "empty.json").read_text()) == {"device": "a chip", "gemms": []}
+
+
+def test_a_choice_for_many_rows_is_none_for_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_table, "table", lambda: fixed_table.parse(ENTRIES[2:3]))
+    found = [fixed_table.lookup(rows, 128, 512, 8) for rows in (1, 8, 128, 129, 256, 9000)]
+    assert found == 3 * [None] + 3 * [FixedChoice("tiles", (128, 4, 2, 0, 8))]
+    assert fixed_table.lookup(256, 128, 512, 4) is None
 
 
 def test_no_choice_is_shipped_that_nobody_has_timed() -> None:
