@@ -38,9 +38,9 @@ _RANGES = (
 )  # fmt: skip
 """Tiles of sums in slices, and into how many runs the slices of a tile are shared out: the longer a run, the more sums
 a program holds in registers; the more runs, the more of them go through memory. The first of each is the one in use."""
-_WHOLE_TILES = ((128, 5, 1, 0, 8), (128, 5, 1, 0, 16), (256, 4, 1, 0, 8), (256, 4, 1, 0, 16))
-_HEAD_TILES = ((128, 4, 1, 0, 8), (128, 4, 1, 1, 8), (128, 4, 1, 1, 16), (128, 4, 2, 1, 8), (128, 4, 4, 0, 8))
-_RANGE_TILES = ((128, 4, 1, 0, 8), (128, 4, 1, 0, 16), (128, 4, 2, 0, 8), (128, 5, 4, 0, 8))
+_WHOLE_TILES = ((128, 6, 1, 0, 8), (128, 6, 1, 0, 16), (256, 4, 1, 0, 8), (256, 4, 1, 0, 16))
+_HEAD_TILES = ((128, 5, 1, 0, 8), (128, 5, 1, 1, 8), (128, 5, 1, 1, 16), (128, 5, 2, 0, 8), (128, 5, 4, 0, 8))
+_RANGE_TILES = ((128, 5, 1, 0, 8), (128, 5, 1, 0, 16), (128, 6, 2, 0, 8), (128, 6, 4, 0, 8))
 """Of `fixed_tiles`: features, stages, parts, whether warp groups take slices in turn, row tiles of a band."""
 _MOST_SHARED_ROWS = 1024
 """With more rows than that there are tiles enough for all programs: slices are not shared out."""

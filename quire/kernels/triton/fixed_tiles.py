@@ -89,16 +89,15 @@ def unit_of(weight: Tensor, slices: Slices | None, tiles: FixedTiles) -> _Unit |
     inner = min(run, _INNER)
     if run % inner or inner == 3 or run // inner > _MOST_GROUPS:
         return None
-    if tiles.ordered and turns > min(_SHORT, tiles.stages):
-        return None
+    if tiles.ordered and (tiles.parts > 1 or turns > min(_SHORT, tiles.stages)):
+        return None  # in parts the registers do not suffice: the assembler would make every MMA wait
     return _Unit(turns, inner, run // inner)
 
 
 def shared_bytes(tiles: FixedTiles, unit: _Unit, itemsize: int = 2) -> int:
-    """The ring, the sums that wait, and the buffers that tiles are stored through (a half of each at a time)."""
+    """The ring, the barriers, and what tiles are stored through: the sums that wait, or a half of the tile."""
     ring = tiles.stages * (ROWS + tiles.features) * COLUMNS * itemsize
-    kept = ROWS * tiles.features * 4 if unit.places else 0
-    return ring + kept + ROWS * tiles.features * itemsize // 2 + 1024
+    return ring + ROWS * tiles.features * (4 if unit.places else itemsize // 2) + 512
 
 
 @dataclass(slots=True)

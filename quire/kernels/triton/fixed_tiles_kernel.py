@@ -170,10 +170,11 @@ def _merge(value, group, kept, deep, inside, GROUPS: gl.constexpr, PLACES: gl.co
 
 @gluon.jit
 def _store_rows(
-    acc, row, feature, bias, residual, out, num_rows, num_features, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    STORED: gl.constexpr,
+    acc, kept, row, feature, bias, residual, out, num_rows, num_features, PLACES: gl.constexpr, BIAS: gl.constexpr,
+    RESIDUAL: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
-    """Bias and residual are added where the sums lie; threads exchange the result in its narrow type."""
+    """Bias and residual are added where the sums lie. Then threads exchange the result, through the place where a sum
+    has waited if there is one: no other memory is left beside the ring."""
     ROWS: gl.constexpr = acc.shape[0]
     FEATURES: gl.constexpr = acc.shape[1]
     if BIAS or RESIDUAL:
@@ -185,7 +186,11 @@ def _store_rows(
             source = place.to(gl.int64)[:, None] * num_features + mine[None, :]
             known = (place < num_rows)[:, None] & (mine < num_features)[None, :]
             acc = acc + gl.load(residual + source, mask=known, other=0.0).to(gl.float32)
-    result = gl.convert_layout(acc.to(out.dtype.element_ty), STORED)
+    if PLACES:
+        kept.store(acc)
+        result = kept.load(STORED).to(out.dtype.element_ty)
+    else:
+        result = gl.convert_layout(acc.to(out.dtype.element_ty), STORED)
     features = feature + gl.arange(0, FEATURES, layout=gl.SliceLayout(0, STORED))
     rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
     target = rows.to(gl.int64)[:, None] * num_features + features[None, :]
@@ -226,14 +231,14 @@ def _multiply_units(
         tile = unit // PARTS
         row, feature = _corner(tile, num_rows, num_features, ROWS, FEATURES, BAND)
         if PARTS == 1:
-            _store_rows(acc, row + GROUP * ROWS, feature, bias, residual, out, num_rows, num_features, BIAS, RESIDUAL,
-                        STORED)
+            _store_rows(acc, kept, row + GROUP * ROWS, feature, bias, residual, out, num_rows, num_features, PLACES,
+                        BIAS, RESIDUAL, STORED)
         else:
             acc, complete = whole_sum(
                 acc, (2 * tile + GROUP) * PARTS + unit % PARTS, partial, arrived, PARTS, PARTS_LAST)
             if complete:
-                _store_rows(acc, row + GROUP * ROWS, feature, bias, residual, out, num_rows, num_features, BIAS,
-                            RESIDUAL, STORED)
+                _store_rows(acc, kept, row + GROUP * ROWS, feature, bias, residual, out, num_rows, num_features, PLACES,
+                            BIAS, RESIDUAL, STORED)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_units"])

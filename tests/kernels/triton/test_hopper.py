@@ -168,9 +168,9 @@ def test_a_gemm_that_adds_a_bias_or_residual_needs_the_shared_memory_that_is_ask
     assert claimed <= compiled[f"prefetch {name} bfloat16"]["shared"] <= claimed + 1024
 
 
-HOPPER_TILES = {"whole 128 5 1 0": (1, 2), "whole 256 4 1 0": (1, 2), "heads 128 4 1 0": (4, 2),
-                "heads 128 4 1 1": (4, 1), "heads 128 4 2 1": (4, 1), "heads 128 4 4 0": (4, 2),
-                "ranges 128 4 1 0": (4, 2), "ranges 128 4 2 0": (4, 2), "ranges 128 5 4 0": (2, 2)}  # fmt: skip
+HOPPER_TILES = {"whole 128 6 1 0": (1, 2), "whole 256 4 1 0": (1, 2), "heads 128 5 1 0": (4, 2),
+                "heads 128 5 1 1": (4, 1), "heads 128 5 2 0": (4, 2), "heads 128 5 4 0": (4, 2),
+                "ranges 128 5 1 0": (4, 2), "ranges 128 6 2 0": (4, 2), "ranges 128 6 4 0": (2, 2)}  # fmt: skip
 """Slices that add up in registers, and waits of a slice: after every turn and at its end, or only there."""
 
 
