@@ -54,7 +54,7 @@ class _Batch:
 def measure(heads: int, count: int, queries: int, before: int) -> dict[str, Any]:
     import torch
 
-    batch, found = _Batch(heads, count, queries, before), {}
+    batch, found = _Batch(heads, count, queries, before), dict[str, Any]()
     want = batch.out()
     _mixed(batch, {}, batch.caches[0], want)
     for name, way in _ways(batch):
@@ -102,9 +102,9 @@ def _tiled(batch: _Batch, options: dict[str, Any], cache: Any, out: Any, skipped
     tokens = sizes.tokens_of(batch.shape.num_heads // batch.shape.num_kv_heads)
     seqs, firsts = query_tiles(np.full(batch.count, batch.queries) - skipped, tokens)
     if len(seqs):
-        tiles = _on_device(batch, seqs, (firsts + skipped[seqs]).astype(np.int32))
-        mixed_attention(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, *tiles, batch.shape, _SCALE,
-                        out=out, sizes=sizes, exact=True, **options)  # fmt: skip
+        tile_seq, tile_first = _on_device(batch, seqs, (firsts + skipped[seqs]).astype(np.int32))
+        mixed_attention(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, tile_seq, tile_first,
+                        batch.shape, _SCALE, out=out, sizes=sizes, exact=True, **options)  # fmt: skip
 
 
 def _prefill(batch: _Batch, cache: Any, out: Any) -> None:
@@ -113,10 +113,11 @@ def _prefill(batch: _Batch, cache: Any, out: Any) -> None:
     from quire.kernels.triton import fixed_prefill
 
     queries = np.full(batch.count, batch.queries)
-    *tiles, taken = fixed_prefill.split_tiles(
+    seqs, firsts, taken = fixed_prefill.split_tiles(
         np.full(batch.count, batch.before), queries, fixed_prefill.tokens_of(batch.shape))
-    fixed_prefill.fixed_prefill(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths,
-                                *_on_device(batch, *tiles), batch.shape, _SCALE, out=out)  # fmt: skip
+    tile_seq, tile_first = _on_device(batch, seqs, firsts)
+    fixed_prefill.fixed_prefill(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, tile_seq, tile_first,
+                                batch.shape, _SCALE, out=out)  # fmt: skip
     _tiled(batch, {"pdl": True}, cache, out, taken)
 
 

@@ -39,7 +39,7 @@ def _page_rows(table, place, head, NUM_KV: gl.constexpr, PAGE: gl.constexpr, PAG
     """Rows of the cache where some pages of a sequence begin: all are known before the first is copied."""
     found = ((gl.load(table + place) * NUM_KV + head) * PAGE,)
     for page in gl.static_range(1, PAGES):
-        found = found + ((gl.load(table + place + page) * NUM_KV + head) * PAGE,)  # noqa: RUF005
+        found = found + ((gl.load(table + place + page) * NUM_KV + head) * PAGE,)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
