@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.attention import prefill_libraries
 from quire.attention.backend import FreshPrompts, PrefillLibrary
+from quire.kernels.triton import fixed_prefill
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
 from quire.kernels.triton.attention_fresh import fresh_attention, fresh_fits
 from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
@@ -74,7 +75,8 @@ class DeviceContext(StepContext):
     tile_seq: Tensor | None = None
     tile_first: Tensor | None = None
     row_tiles: tuple[Tensor, Tensor] | None = None
-    """(sequence, first token) of the tiles of prompts without context, which read keys from the step's rows."""
+    """(sequence, first token) of the tiles of prompts without context, which read keys from the step's rows; in
+    deterministic mode of those that `fixed_prefill` takes."""
     fuse_rope: bool = False
     """Norm, rotation and KV write run inside decode attention. Only for steps of one query per sequence: with drafts a
     query would need a key that another program of the same launch writes."""
@@ -97,9 +99,15 @@ class TritonAttention:
         dense_prefill: bool = True,
         prompt_rows: bool = True,
         pdl: bool = False,
+        fixed_early: bool = False,
+        fixed_kernels: bool = False,
     ) -> None:
+        """`fixed_early`: early launch in deterministic mode, in every step. `fixed_kernels`: its faster kernels, whose
+        bits have not been compared on a chip yet; keys and values have the activations' type."""
         self.device = device
         self.deterministic = deterministic
+        self._fixed_early = fixed_early and deterministic
+        self._fixed_kernels = fixed_kernels and deterministic
         self.pdl = pdl
         self._dtype = dtype
         self._dense = dense_prefill and not deterministic and dtype != torch.float32 and device.type == "cuda"
@@ -143,6 +151,16 @@ class TritonAttention:
         """Whether a chunk reads its keys from its step's rows and not from the cache."""
         fits = self._prompt_rows and plain and fresh_fits(shape, self._dtype)
         return fits and start == 0 and _ROWS.keys <= tokens <= _ROWS_MOST
+
+    def takes_prefill(self, shape: HeadShape, block_size: int, plain: bool) -> bool:
+        """Whether chunks of prompts go to `fixed_prefill` as far as it can; `plain` as in `takes_fresh`."""
+        return self._fixed_kernels and plain and fixed_prefill.fits(self.device, self._dtype, shape, block_size)
+
+    def prefill_tiles(
+        self, starts: np.ndarray, counts: np.ndarray, shape: HeadShape
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of all sequences of a step: `fixed_prefill.split_tiles`."""
+        return fixed_prefill.split_tiles(starts, counts, fixed_prefill.tokens_of(shape))
 
     def row_tiles(self, counts: np.ndarray, shape: HeadShape, first_seq: int) -> tuple[np.ndarray, np.ndarray]:
         return query_tiles(counts, _ROWS.tokens_of(shape.num_heads // shape.num_kv_heads), first_seq)
@@ -260,7 +278,10 @@ class TritonAttention:
                 end = run.first + run.tokens
                 part = self.prefill_library(*_heads(qkv[run.first : end], shape), run, scale)
                 out[run.first : end].view(run.tokens, shape.num_heads, shape.head_dim).copy_(part)
-        if ctx.row_tiles is not None and ctx.row_tiles[0].shape[0]:
+        if ctx.row_tiles is not None and ctx.row_tiles[0].shape[0] and self.deterministic:
+            fixed_prefill.fixed_prefill(
+                qkv, cache, table, ctx.rows, ctx.query_start, ctx.context_len, *ctx.row_tiles, shape, scale, out=out)
+        elif ctx.row_tiles is not None and ctx.row_tiles[0].shape[0]:
             fresh_attention(qkv, ctx.query_start, *ctx.row_tiles, shape, scale, out=out, sizes=_ROWS)
         if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:
             mixed_attention(
@@ -276,6 +297,8 @@ class TritonAttention:
                 scale,
                 sizes=self._tile_over(cache, shape),
                 exact=self.deterministic,
+                once=self._fixed_kernels and ctx.num_decodes == qkv.shape[0],
+                pdl=self._fixed_early,
                 **options,
             )
         return out

@@ -21,6 +21,8 @@ from quire.kernels.triton import (
     activation,
     all_head_norm,
     copy,
+    fixed_table,
+    fixed_tiles,
     gemm_table,
     latent_rope,
     linear_few,
@@ -41,6 +43,7 @@ from quire.parallel.collectives import TensorGroup
 
 _EARLY_ROWS = 512
 _FIXED_HEADS = 8
+_FEW_ROWS_CHOICE = fixed_table.FixedChoice(fixed_table.PREFETCH)
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
 
@@ -65,6 +68,7 @@ class TritonOps(Ops):
         pdl: bool = False,
         named_algorithms: bool = True,
         fixed_prefetch: bool = True,
+        fixed_attention: bool = False,
         rounding: Rounding | None = None,
     ) -> None:
         self.device = torch.device(device)
@@ -75,13 +79,14 @@ class TritonOps(Ops):
         prefetch = prefetch and (fixed_prefetch or not deterministic)
         self._fixed_prefetch = prefetch and deterministic
         # Deterministic mode runs one compiled kernel in every step. Early launch would be another kernel, which might
-        # round differently, so there norms and gates have it in every step (beside GEMMs that prefetch) or in none. So
-        # would another number of heads at once, whose squares are summed in another order.
+        # round differently, so there norms, gates, rotations and attention have it in every step (beside GEMMs that
+        # prefetch) or in none. So would another number of heads at once, whose squares are summed in another order.
         self._fixed_early = self._fixed_prefetch and pdl
         self.pdl = pdl = pdl and not deterministic
         self._heads_at_once = _FIXED_HEADS if deterministic else None
         self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
         self._parts = linear_prefetch.PrefetchScratch.allocate(self.device) if prefetch else None
+        self._deep = fixed_tiles.TileScratch.for_device(self.device) if self._fixed_prefetch else None
         self._formats = DeviceFormats(
             self.device, dtype, rounding, deterministic=deterministic, pdl=pdl, scratch=self._parts
         )
@@ -93,6 +98,8 @@ class TritonOps(Ops):
             pdl=pdl,
             dense_prefill=dense_prefill,
             prompt_rows=prompt_rows,
+            fixed_early=self._fixed_early,
+            fixed_kernels=fixed_attention and self.kv_dtype == dtype,
         )
 
     def close(self) -> None:
@@ -139,12 +146,38 @@ class TritonOps(Ops):
         return self._gemm(gemm_table.lookup(x.shape[0], w.out_features, w.in_features, x.dtype), x, w, residual, out)
 
     def _fixed_gemm(self, x: Tensor, w: DeviceLinear, residual: Tensor | None) -> Tensor:
-        if self._fixed_prefetch and self._parts is not None and 0 < x.shape[0] <= FEW_ROWS:
-            units = units_for(x.shape[0], w.weight, w.slices)
-            if units is not None and units.fits(x, w.weight, self._parts):
-                return linear_fixed_prefetch(
-                    x, w.weight, w.bias, residual, units=units, scratch=self._parts, pdl=self._fixed_early)
+        """Kernels differ in speed only; which one is fastest says the table, where it has the weight."""
+        rows, choice = x.shape[0], None
+        if self._fixed_prefetch and rows:
+            slices = 1 if w.slices is None else w.slices.total
+            choice = fixed_table.lookup(rows, w.out_features, w.in_features, slices)
+            if choice is None and rows <= FEW_ROWS:
+                choice = _FEW_ROWS_CHOICE
+        if choice is not None:
+            found = self._chosen_gemm(choice, x, w, residual)
+            if found is not None:
+                return found
         return linear_fixed.linear_fixed(x, w.weight, w.bias, residual, w.slices)
+
+    def _chosen_gemm(
+        self, choice: fixed_table.FixedChoice, x: Tensor, w: DeviceLinear, residual: Tensor | None
+    ) -> Tensor | None:
+        """None where that kernel cannot run, or has nothing to say of its sizes."""
+        scratch, deep, early = self._parts, self._deep, self._fixed_early
+        if choice.kernel == fixed_table.PREFETCH and scratch is not None:
+            units = units_for(x.shape[0], w.weight, w.slices)
+            if units is not None and units.fits(x, w.weight, scratch):
+                return linear_fixed_prefetch(x, w.weight, w.bias, residual, units=units, scratch=scratch, pdl=early)
+        if choice.kernel == fixed_table.TILES and scratch is not None and deep is not None:
+            tiles = fixed_tiles.FixedTiles.of(choice.sizes)
+            if fixed_tiles.fits(x, w.weight, w.slices, tiles, scratch, deep):
+                return fixed_tiles.linear_fixed_tiles(
+                    x, w.weight, w.bias, residual, w.slices, tiles=tiles, scratch=scratch, deep=deep, pdl=early)
+        if choice.kernel == fixed_table.FIXED and choice.sizes and residual is None:
+            *sizes, parts = choice.sizes
+            shape = linear_fixed.FixedShape(*sizes)
+            return linear_fixed.linear_fixed(x, w.weight, w.bias, None, w.slices, sizes=shape, parts=parts)
+        return None
 
     def linear_nodes(self, x: Tensor, w: Any, out: Tensor | None = None) -> Tensor:
         if isinstance(w, CodesLinear):
@@ -295,7 +328,7 @@ class TritonOps(Ops):
             q_norm,
             k_norm,
             norm_eps,
-            pdl=self.pdl and ctx.num_decodes == qkv.shape[0],
+            pdl=self._fixed_early or (self.pdl and ctx.num_decodes == qkv.shape[0]),
             heads_at_once=self._heads_at_once,
         )
 

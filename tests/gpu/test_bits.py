@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
+    from quire.bench.gpu import tune_fixed
     from quire.kernels.slices import Slices
-    from quire.kernels.triton import fixed_prefetch, linear_fixed, linear_prefetch
+    from quire.kernels.triton import fixed_prefetch, fixed_prefill, fixed_tiles, linear_fixed, linear_prefetch
+    from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
     from quire.kernels.types import HeadShape
     from tests.kernels.triton import bits, cases
 
@@ -88,6 +91,60 @@ def test_gemms_that_prefetch_give_the_bits_of_those_that_do_not(slices: tuple[st
 
     plain = partial(linear_fixed.linear_fixed, slices=cut)
     assert _other_rows(prefetching, plain, counts, 1000, width, torch.bfloat16) == []
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("slices", [None, ("of_heads", 32, 128), ("of_heads", 16, 128), ("of_width", 3072)])
+@torch.inference_mode()
+def test_tiles_of_many_rows_give_the_bits_of_the_small_one(slices: tuple[str, int, int] | None, kind: str) -> None:
+    """Every tile that the tuner tries. The first of the counts is one row."""
+    if not _hopper() or not linear_prefetch.available(torch.device("cuda")):
+        pytest.skip("needs Hopper, and the version of Triton that the kernel is written for")
+    cut = None if slices is None else getattr(Slices, slices[0])(*slices[1:])
+    width = 4096 if cut is None else cut.width
+    scratch = linear_prefetch.PrefetchScratch.allocate("cuda")
+    deep = fixed_tiles.TileScratch.for_device(torch.device("cuda", torch.cuda.current_device()))
+    small = partial(linear_fixed.linear_fixed, slices=cut, sizes=linear_fixed.FixedShape() if cut is None else None)
+    for sizes in tune_fixed.hopper_tiles(64, cut):
+        tiles = fixed_tiles.FixedTiles.of(sizes)
+
+        def tiled(x: torch.Tensor, weight: torch.Tensor, *added: torch.Tensor, tiles=tiles) -> torch.Tensor:
+            assert fixed_tiles.fits(x, weight, cut, tiles, scratch, deep)
+            return fixed_tiles.linear_fixed_tiles(
+                x, weight, *added, cut, tiles=tiles, scratch=scratch, deep=deep, pdl=True)
+
+        other = _other_rows(tiled, small, (1, 64, 65, 129, 1000), 1000, width, getattr(torch, kind))
+        assert (sizes, other) == (sizes, [])
+
+
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 8, 128)])
+@torch.inference_mode()
+def test_newer_attention_kernels_give_the_bits_of_the_first(heads: tuple[int, int, int]) -> None:
+    """Chunks of four sequences by 64 rows a tile; then decode steps in one loop, and full tiles by `fixed_prefill`."""
+    shape, kind = HeadShape(*heads), torch.bfloat16
+    queries, contexts = [700, 64, 1, 513], [0, 448, 900, 37]
+    lengths = [a + b for a, b in zip(queries, contexts)]
+    qkv, cache, table, start, length = cases.paged_batch("cuda", kind, shape, 16, queries, lengths)
+    sizes, group = MixedShape(64, 64, 4, 3), shape.num_heads // shape.num_kv_heads
+    on_device = lambda parts: [torch.from_numpy(part).cuda() for part in parts]  # noqa: E731
+
+    def mixed(**options: bool) -> torch.Tensor:
+        tiles = on_device(query_tiles(np.array(queries), sizes.tokens_of(group)))
+        return mixed_attention(qkv, cache, table, None, start, length, *tiles, shape, 0.2, sizes=sizes, exact=True,
+                               **options)  # fmt: skip
+
+    want = mixed()
+    assert torch.equal(mixed(once=True), want) and torch.equal(mixed(once=True, pdl=True), want)
+    assert torch.equal(mixed(pdl=True), want)
+    if not fixed_prefill.fits(torch.device("cuda", torch.cuda.current_device()), kind, shape, 16):
+        pytest.skip("prefill needs Hopper, and the version of Triton that the kernel is written for")
+    *tiles, taken = fixed_prefill.split_tiles(np.array(contexts), np.array(queries), fixed_prefill.tokens_of(shape))
+    out = want.clone()
+    for seq, count in enumerate(taken.tolist()):
+        out[int(start[seq]) : int(start[seq]) + count] = float("nan")
+    assert out.isnan().any()
+    fixed_prefill.fixed_prefill(qkv, cache, table, None, start, length, *on_device(tiles), shape, 0.2, out=out)
+    assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

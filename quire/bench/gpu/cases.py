@@ -195,11 +195,11 @@ def kind_of(kernel: str) -> str:
     name = kernel.lower()
     if "_decode_kernel" in name:
         return DECODE
-    if "_mixed_kernel" in name or "sdpa" in name or "flash" in name:
+    if "_mixed_kernel" in name or "prefill_kernel" in name or "sdpa" in name or "flash" in name:
         return PREFILL
     gemms = ("gemm", "nvjet", "_expert_kernel", "_few_up_kernel", "_few_down_kernel", "_row_kernel",
              "_vector_kernel", "prefetch_kernel", "codes_kernel", "_bytes_kernel", "_planes_kernel",
-             "_fixed_kernel", "splitk")
+             "_fixed_kernel", "fixed_tiles_kernel", "_tree_kernel", "splitk")
     return GEMM if any(part in name for part in gemms) else OTHER
 
 

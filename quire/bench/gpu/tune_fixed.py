@@ -2,8 +2,12 @@
 
 Of each kernel: does it give the bits of `linear_fixed` (without slices: by its smallest tile), and how long does it
 take? A JSON line for each weight and number of rows. "fixed" is what `linear_fixed` chooses itself, "fixed ROWS
-FEATURES DEPTH WARPS STAGES" a tile, with slices "in PARTS" programs that share them. cuBLAS's algorithms are tried too:
-those that split no sum may add in the same order.
+FEATURES DEPTH WARPS STAGES" a tile, with slices "in PARTS" programs that share them; "tiles FEATURES STAGES PARTS
+ORDERED BAND" is `fixed_tiles`. cuBLAS's algorithms are tried too: those that split no sum may add in the same order.
+
+`--write FILE`: the table that `quire.kernels.triton.fixed_table` reads, with the fastest of those that gave every bit.
+cuBLAS is never in it, since nothing promises that it adds so. Kernels are compiled beforehand, by a process for each
+weight.
 """
 
 from __future__ import annotations
@@ -11,13 +15,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from quire.bench.gpu.cases import MODELS
 from quire.bench.gpu.tune import graph_seconds, weights_of
+from quire.child import child_environment, module_command
+from quire.kernels.triton.fixed_table import FIXED, PREFETCH, TILES, FixedChoice, write
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 8192)
 _SHAPES = ((64, 64, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3))
@@ -29,24 +38,45 @@ _RANGES = (
 )  # fmt: skip
 """Tiles of sums in slices, and into how many runs the slices of a tile are shared out: the longer a run, the more sums
 a program holds in registers; the more runs, the more of them go through memory. The first of each is the one in use."""
+_WHOLE_TILES = ((128, 6, 1, 0, 8), (128, 6, 1, 0, 16), (256, 4, 1, 0, 8), (256, 4, 1, 0, 16))
+_HEAD_TILES = ((128, 5, 1, 0, 8), (128, 5, 1, 1, 8), (128, 5, 1, 1, 16), (128, 5, 2, 0, 8), (128, 5, 4, 0, 8))
+_RANGE_TILES = ((128, 5, 1, 0, 8), (128, 5, 1, 0, 16), (128, 6, 2, 0, 8), (128, 6, 4, 0, 8))
+"""Of `fixed_tiles`: features, stages, parts, whether warp groups take slices in turn, row tiles of a band."""
+_MOST_SHARED_ROWS = 1024
+"""With more rows than that there are tiles enough for all programs: slices are not shared out."""
 _LEAST_BYTES, _HEAD_FEATURES, _HEAD_ROWS = 2e8, 100_000, 256
 _FIRST_ALGORITHMS, _TILE_ROWS = 6, 64
+_DEVICE = "cuda"
 Way = Callable[[Any], Any]
 
 
-def measure(model: str, counts: list[int]) -> Iterator[dict[str, Any]]:
+def measure(model: str, counts: list[int], only: list[str], places: list[int]) -> Iterator[dict[str, Any]]:
+    """`only`: names of ways begin with one of these. `places`: of the weights to time."""
     import torch
 
     for index, (_, features, width) in enumerate(weights_of(model)):
+        if index not in places:
+            continue
         slices = _slices(model, index)
         copies = max(2, math.ceil(_LEAST_BYTES / (features * width * 2)))
-        weights = [torch.randn(features, width, device="cuda", dtype=torch.bfloat16) / 32 for _ in range(copies)]
+        weights = [torch.randn(features, width, device=_DEVICE, dtype=torch.bfloat16) / 32 for _ in range(copies)]
         for rows in counts:
             if rows <= _HEAD_ROWS or features < _HEAD_FEATURES:
-                x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+                x = torch.randn(rows, width, device=_DEVICE, dtype=torch.bfloat16)
                 yield {"bench": "gpu", "case": "fixed", "model": model, "features": features, "width": width,
                        "rows": rows, "slices": 1 if slices is None else slices.total,
-                       "ways": _timed(x, weights[: 2 if rows >= 1024 else copies], slices)}
+                       "ways": _timed(x, weights[: 2 if rows >= 1024 else copies], slices, only)}
+
+
+def best(line: dict[str, Any]) -> dict[str, Any] | None:
+    """The table's entry of what was timed: the fastest kernel of ours that gave all bits."""
+    ours = {name: way for name, way in line["ways"].items() if "kernel" in way and way["same"] == 1.0}
+    if not ours:
+        return None
+    name = min(ours, key=lambda each: ours[each]["us"])
+    before = line["ways"].get("fixed", {}).get("us")
+    return {**{key: line[key] for key in ("rows", "features", "width", "slices")}, "kernel": ours[name]["kernel"],
+            "sizes": ours[name]["sizes"], "us": [ours[name]["us"], before]}
 
 
 def _slices(model: str, index: int) -> Any:
@@ -59,7 +89,7 @@ def _slices(model: str, index: int) -> Any:
     return Slices.of_width(config["intermediate_size"]) if index == 3 and "num_experts" not in config else None
 
 
-def _timed(x: Any, weights: list[Any], slices: Any) -> dict[str, Any]:
+def _timed(x: Any, weights: list[Any], slices: Any, only: list[str]) -> dict[str, Any]:
     """By name: microseconds, and what share of its elements has the bits of `linear_fixed`."""
     import torch
 
@@ -67,36 +97,67 @@ def _timed(x: Any, weights: list[Any], slices: Any) -> dict[str, Any]:
 
     want = linear_fixed(x, weights[0], slices=slices, sizes=FixedShape() if slices is None else None)
     found: dict[str, Any] = {}
-    for name, way in _ways(x, weights[0], slices):
+    for name, choice, way in _ways(x, weights[0], slices):
+        if only and not name.startswith(tuple(only)):
+            continue
         try:
-            same = (way(weights[0]).view(torch.int16) == want.view(torch.int16)).float().mean().item()
+            same = (way(weights[0]).view(torch.int16) == want.view(torch.int16)).double().mean().item()
             seconds = graph_seconds([partial(way, weight) for weight in weights], repeats=3)
-            found[name] = {"us": round(1e6 * seconds, 2), "same": round(same, 5)}
+            # Rounded down: only what is the same in every element is 1.
+            found[name] = {"us": round(1e6 * seconds, 2), "same": math.floor(same * 1e5) / 1e5}
+            if choice is not None:
+                found[name] |= {"kernel": choice.kernel, "sizes": list(choice.sizes)}
         except Exception as error:
             print(f"{name}, {x.shape[0]} rows of {tuple(weights[0].shape)}: {error!r}"[:300], file=sys.stderr)
     return found
 
 
-def _ways(x: Any, weight: Any, slices: Any) -> Iterator[tuple[str, Way]]:
-    from quire.kernels.triton import fixed_prefetch
+def _ways(x: Any, weight: Any, slices: Any) -> Iterator[tuple[str, FixedChoice | None, Way]]:
+    """Name, what the table may say of it (None: nothing), and what runs it."""
+    from quire.kernels.triton.fixed_prefetch import FEW_ROWS
     from quire.kernels.triton.linear_fixed import FixedShape, linear_fixed
-    from quire.kernels.triton.linear_prefetch import PrefetchScratch
 
-    yield "fixed", lambda w: linear_fixed(x, w, slices=slices)
-    scratch = PrefetchScratch.allocate("cuda")
-    units = fixed_prefetch.units_for(x.shape[0], weight, slices)
-    if units is not None and units.fits(x, weight, scratch):
-        for name, early in (("prefetch", False), ("prefetch early", True)):
-            yield name, partial(_prefetched, x, units, scratch, early)
+    few = x.shape[0] <= FEW_ROWS
+    yield "fixed", FixedChoice(FIXED), lambda w: linear_fixed(x, w, slices=slices)
+    yield from _prefetching(x, weight, slices)
     for *sizes, parts in tiles_for(x.shape[0], slices):
-        name = " ".join(map(str, ("fixed", *sizes, *(() if slices is None else ("in", parts)))))
-        yield name, partial(_shaped, x, slices, FixedShape(*sizes), parts)
-    if slices is None:
+        name = " ".join(map(str, (FIXED, *sizes, *(() if slices is None else ("in", parts)))))
+        yield name, FixedChoice(FIXED, (*sizes, parts)), partial(_shaped, x, slices, FixedShape(*sizes), parts)
+    if slices is None and not few:
         yield from _library(x, weight)
 
 
+def _prefetching(x: Any, weight: Any, slices: Any) -> Iterator[tuple[str, FixedChoice | None, Way]]:
+    """Kernels of Hopper, each alone and with early launch; the table is for engines, whose steps launch early."""
+    from quire.kernels.triton import fixed_prefetch, fixed_tiles
+    from quire.kernels.triton.linear_prefetch import PrefetchScratch, multiprocessors
+
+    scratch = PrefetchScratch.allocate(_DEVICE)
+    units = fixed_prefetch.units_for(x.shape[0], weight, slices)
+    if units is not None and units.fits(x, weight, scratch):
+        yield "prefetch", None, partial(_prefetched, x, units, scratch, False)
+        yield "prefetch early", FixedChoice(PREFETCH), partial(_prefetched, x, units, scratch, True)
+    deep = fixed_tiles.TileScratch.allocate(_DEVICE, multiprocessors(x.device))
+    for sizes in hopper_tiles(x.shape[0], slices):
+        tiles = fixed_tiles.FixedTiles.of(sizes)
+        if fixed_tiles.fits(x, weight, slices, tiles, scratch, deep):
+            yield (f"tiles {' '.join(map(str, sizes))}", FixedChoice(TILES, sizes),
+                   partial(_tiled, x, slices, tiles, scratch, deep))
+
+
+def hopper_tiles(rows: int, slices: Any) -> tuple[tuple[int, ...], ...]:
+    """Sizes of `fixed_tiles` to try."""
+    if rows < _TILE_ROWS:
+        return ()
+    if slices is None:
+        return _WHOLE_TILES
+    tried = _HEAD_TILES if slices.longest <= _HEADS[0][2] else _RANGE_TILES
+    return tuple(each for each in tried if each[2] == 1 or rows <= _MOST_SHARED_ROWS)
+
+
 def tiles_for(rows: int, slices: Any) -> tuple[tuple[int, ...], ...]:
-    """Tiles for more than a few rows, each with its number of parts, if those are nodes of the slices' tree."""
+    """Tiles of `linear_fixed` for more than a few rows, each with its number of parts, if those are nodes of the
+    slices' tree."""
     if rows < _TILE_ROWS:
         return ()
     if slices is None:
@@ -123,17 +184,23 @@ def _shaped(x: Any, slices: Any, sizes: Any, parts: int, weight: Any) -> Any:
     return linear_fixed(x, weight, slices=slices, sizes=sizes, parts=parts)
 
 
-def _library(x: Any, weight: Any) -> Iterator[tuple[str, Way]]:
+def _tiled(x: Any, slices: Any, tiles: Any, scratch: Any, deep: Any, weight: Any) -> Any:
+    from quire.kernels.triton.fixed_tiles import linear_fixed_tiles
+
+    return linear_fixed_tiles(x, weight, None, None, slices, tiles=tiles, scratch=scratch, deep=deep, pdl=True)
+
+
+def _library(x: Any, weight: Any) -> Iterator[tuple[str, None, Way]]:
     import torch
 
     from quire.kernels.cublas import CublasLt
 
-    yield "torch", lambda w: torch.mm(x, w.t())
+    yield "torch", None, lambda w: torch.mm(x, w.t())
     library = CublasLt(x.device, torch.bfloat16)
     features, width = weight.shape
     offered = library.candidates(x.shape[0], features, width, _FIRST_ALGORITHMS)
     for number, candidate in enumerate(offered):
-        yield f"algorithm {number}", partial(_named, library, x, candidate.code)
+        yield f"algorithm {number}", None, partial(_named, library, x, candidate.code)
     library.close()
 
 
@@ -141,14 +208,44 @@ def _named(library: Any, x: Any, code: str, weight: Any) -> Any:
     return library.gemm(x, weight, code)
 
 
+def compile_all(models: list[str], rows: list[int], only: list[str], weights: list[int]) -> None:
+    """Fills Triton's cache: one process for each weight runs everything once."""
+    here = [*module_command("quire.bench.gpu.tune_fixed"), "--quiet", "--rows", *map(str, rows)]
+    here += ["--only", *only] if only else []
+    jobs = [subprocess.Popen([*here, "--models", model, "--weights", str(index)], env=child_environment())
+            for model in models for index in weights]  # fmt: skip
+    for job in jobs:
+        job.wait()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["0.6b"], choices=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--weights", nargs="+", type=int, default=[0, 1, 2, 3, 4],
+                        help="of 0 qkv, 1 output projection, 2 gate and up, 3 down, 4 head")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="ways whose names begin so")
+    parser.add_argument("--write", metavar="FILE", type=Path,
+                        help="the table of the fastest; what it has of other weights and rows stays")
+    parser.add_argument("--quiet", action="store_true", help="run everything and print nothing")
     args = parser.parse_args()
+    if not args.quiet:
+        compile_all(args.models, args.rows, args.only, args.weights)
+    entries = []
     for model in args.models:
-        for line in measure(model, args.rows):
-            print(json.dumps(line), flush=True)
+        for line in measure(model, args.rows, args.only, args.weights):
+            chosen = best(line)
+            entries += [] if chosen is None else [chosen]
+            if not args.quiet:
+                print(json.dumps(line), flush=True)
+            if args.write:  # after each, so that a run that is cut short leaves what it has
+                write(args.write, entries, device=_device(), dtype="bfloat16", date=time.strftime("%Y-%m-%d"))
+
+
+def _device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 if __name__ == "__main__":

@@ -41,29 +41,43 @@ class MixedShape:
 def _fold_keys(
     first, last, q, softmax, cache, reaches, scores_of, NUM_KV: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, DETOUR: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, DETOUR: tl.constexpr, PRECISION: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
     """The running softmax of a tile with the keys [first, last) folded in, KEYS at a time.
+
+    With CARRIED (and MASKED) block numbers are loaded one iteration early: the loads of keys then wait for no other
+    load and can be pipelined.
 
     `softmax`: (sum of weighted values, maximum, sum of weights). `cache`: (block table, keys, values, KV head, detour
     of the sequence, which counts with DETOUR).
     `reaches`: (first and last + 1 key of the tile, last key of each row, window). `scores_of`: (scale, soft cap).
     """
     acc, maximum, total = softmax
+    block = _blocks(first, cache, reaches, PAGE, KEYS) if CARRIED else 0
     for start in range(first, last, KEYS):
+        here = block
+        if CARRIED:
+            block = _blocks(start + KEYS, cache, reaches, PAGE, KEYS)
         acc, maximum, total = _fold(
-            start, q, acc, maximum, total, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS, MASKED,
-            WINDOW, SOFTCAP, DETOUR, PRECISION)
+            start, here, q, acc, maximum, total, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS, MASKED,
+            WINDOW, SOFTCAP, DETOUR, PRECISION, CARRIED)
     return acc, maximum, total
 
 
 @triton.jit
+def _blocks(start, cache, reaches, PAGE: tl.constexpr, KEYS: tl.constexpr):
+    """Blocks of the keys [start, start + KEYS) that the tile sees."""
+    position = start + tl.arange(0, KEYS)
+    return tl.load(cache[0] + position // PAGE, mask=(position >= reaches[0]) & (position < reaches[1]), other=0)
+
+
+@triton.jit
 def _fold(
-    start, q, acc, maximum, total, cache, reaches, scores_of, NUM_KV: tl.constexpr, DIM: tl.constexpr,
+    start, block, q, acc, maximum, total, cache, reaches, scores_of, NUM_KV: tl.constexpr, DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, DETOUR: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, DETOUR: tl.constexpr, PRECISION: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
-    """One iteration of `_fold_keys`: the keys [start, start + KEYS)."""
+    """One iteration of `_fold_keys`: the keys [start, start + KEYS), in `block` with CARRIED."""
     table, k_cache, v_cache, head, detour = cache
     begin, limit, reach, window = reaches
     scale, softcap = scores_of
@@ -74,11 +88,12 @@ def _fold(
     place = position
     if DETOUR:
         place = along(detour, position, position < limit)
-    if MASKED:
-        block = tl.load(table + place // PAGE, mask=present, other=0).to(tl.int64)
-    else:
-        block = tl.load(table + place // PAGE).to(tl.int64)
-    base = ((block * NUM_KV + head) * PAGE + place % PAGE) * DIM
+    if not CARRIED:
+        if MASKED:
+            block = tl.load(table + place // PAGE, mask=present, other=0)
+        else:
+            block = tl.load(table + place // PAGE)
+    base = ((block.to(tl.int64) * NUM_KV + head) * PAGE + place % PAGE) * DIM
     places = base[:, None] + dim[None, :]
     if MASKED:
         loads = present[:, None] & (dim < DIM)[None, :]
@@ -148,7 +163,12 @@ def _mixed_kernel(
     PRECISION: tl.constexpr,
     SINKS: tl.constexpr,
     SCALED: tl.constexpr,
+    ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0)
     tile = tl.program_id(1)
     seq = tl.load(tile_seq + tile)
@@ -191,21 +211,26 @@ def _mixed_kernel(
         cache = (table, k_cache, v_cache, head, detours + seq.to(tl.int64) * detour_stride)
         reaches = (begin, limit, reach, window)
         scores_of = (left, softcap)
-        # Keys that every row sees need no mask; a window's edge and the diagonal do.
-        open_end = (length - queries + first + 1) // KEYS * KEYS
-        open_begin = 0
-        if WINDOW:
-            edge = tl.maximum(length - queries + last - window, 0)
-            open_begin = tl.minimum((edge + KEYS - 1) // KEYS * KEYS, open_end)
+        if ONCE:
+            acc, _maximum, total = _fold_keys(
+                begin // KEYS * KEYS, limit, q, softmax, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS,
+                True, WINDOW, SOFTCAP, DETOUR, PRECISION, not DETOUR)
+        else:
+            # Keys that every row sees need no mask; a window's edge and the diagonal do.
+            open_end = (length - queries + first + 1) // KEYS * KEYS
+            open_begin = 0
+            if WINDOW:
+                edge = tl.maximum(length - queries + last - window, 0)
+                open_begin = tl.minimum((edge + KEYS - 1) // KEYS * KEYS, open_end)
+                softmax = _fold_keys(
+                    begin // KEYS * KEYS, open_begin, q, softmax, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM,
+                    PAGE, KEYS, True, WINDOW, SOFTCAP, DETOUR, PRECISION, False)
             softmax = _fold_keys(
-                begin // KEYS * KEYS, open_begin, q, softmax, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM, PAGE,
-                KEYS, True, WINDOW, SOFTCAP, DETOUR, PRECISION)
-        softmax = _fold_keys(
-            open_begin, open_end, q, softmax, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS, False,
-            WINDOW, SOFTCAP, DETOUR, PRECISION)
-        acc, _maximum, total = _fold_keys(
-            open_end, limit, q, softmax, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS, True, WINDOW,
-            SOFTCAP, DETOUR, PRECISION)
+                open_begin, open_end, q, softmax, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS, False,
+                WINDOW, SOFTCAP, DETOUR, PRECISION, False)
+            acc, _maximum, total = _fold_keys(
+                open_end, limit, q, softmax, cache, reaches, scores_of, NUM_KV, DIM, BLOCK_DIM, PAGE, KEYS, True,
+                WINDOW, SOFTCAP, DETOUR, PRECISION, False)
         # One division a row, not one a feature.
         result = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
         tl.store(out + place[:, None] * (NUM_HEADS * DIM) + column, result.to(out.dtype.element_ty), mask=used)
@@ -242,6 +267,8 @@ def mixed_attention(
     out: Tensor | None = None,
     sizes: MixedShape = MixedShape(),
     exact: bool = False,
+    once: bool = False,
+    pdl: bool = False,
 ) -> Tensor:
     """[T, Hq*hd]: causal attention of the queries in the tiles; a tile whose sequence is -1 does nothing.
 
@@ -250,6 +277,9 @@ def mixed_attention(
 
     `exact` forbids fused multiply-adds: the compiler uses them in the loop without a mask and not in the one with, so a
     query's bits would depend on where its chunk began.
+
+    `once`: all keys in one loop, which masks and knows its blocks a turn early: for tiles of one query, that wait for
+    memory more than they compute. With `exact` it makes the same operations in the same order.
     """
     group = shape.num_heads // shape.num_kv_heads
     if out is None:
@@ -282,9 +312,12 @@ def mixed_attention(
         "ieee" if ieee else "tf32",
         sinks is not None,
         cache.scales is not None,
+        once,
+        pdl,
         num_warps=sizes.warps,
         num_stages=sizes.stages,
         enable_fp_fusion=not exact,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
 

@@ -36,7 +36,7 @@ def _sum_slice(w_ring, x_ring, full, free, done, STAGES: gl.constexpr, SLABS: gl
 
 
 @gluon.jit
-def _whole_tile(acc, unit, partial, arrived, PARTS: gl.constexpr, LAST: gl.constexpr):
+def whole_sum(acc, unit, partial, arrived, PARTS: gl.constexpr, LAST: gl.constexpr):
     """(the tile's sum, whether this program has it): the nodes of all its units, added in the tree."""
     FEATURES: gl.constexpr = acc.shape[0]
     ROWS: gl.constexpr = acc.shape[1]
@@ -86,7 +86,7 @@ def _multiply_units(
         if PARTS == 1:
             store_tile(acc, unit, out, out, bias, residual, out, num_rows, num_features, False, BIAS, RESIDUAL, STORED)
         else:
-            acc, complete = _whole_tile(acc, unit, partial, arrived, PARTS, PARTS_LAST)
+            acc, complete = whole_sum(acc, unit, partial, arrived, PARTS, PARTS_LAST)
             if complete:
                 store_tile(acc, unit // PARTS, out, out, bias, residual, out, num_rows, num_features, False, BIAS,
                            RESIDUAL, STORED)

@@ -169,11 +169,17 @@ class StepContexts:
                 counts[s] = 0
             elif self.attention.takes_rows(int(batch.starts[s]), int(counts[s]), self._plain, shape):
                 own[s], counts[s] = counts[s], 0
-        for name, part in zip(_ROW_TILES, self.attention.row_tiles(own[first:], shape, first), strict=True):
+        taken = np.zeros_like(counts)
+        if self.attention.takes_prefill(shape, self._block_size, self._plain and len(set(self._shapes)) == 1):
+            # Nothing is `own` then: that is not for deterministic mode.
+            *tiles, taken = self.attention.prefill_tiles(batch.starts, counts, shape)
+        else:
+            tiles = list(self.attention.row_tiles(own[first:], shape, first))
+        for name, part in zip(_ROW_TILES, tiles, strict=True):
             stage.add(name, part)
-        seqs, firsts = query_tiles(counts[first:], self.attention.tokens_per_tile(shape), first)
+        seqs, firsts = query_tiles((counts - taken)[first:], self.attention.tokens_per_tile(shape), first)
         stage.add("tile_seq", seqs)
-        stage.add("tile_first", firsts)
+        stage.add("tile_first", (firsts + taken[seqs]).astype(np.int32))
         return fresh
 
     def mixed(

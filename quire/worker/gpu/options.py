@@ -41,7 +41,11 @@ class DeviceOptions:
     named_algorithms: bool = True
     """GEMMs on cuBLAS use the algorithm that the GEMM table names, not the library's own choice."""
     fixed_prefetch: bool = True
-    """With `deterministic`, on Hopper: GEMMs of up to 8 rows by `kernels.triton.fixed_prefetch`, with the same bits."""
+    """With `deterministic`, on Hopper: GEMMs by the kernels that `kernels.triton.fixed_table` names, with the same
+    bits; those it does not know by `kernels.triton.fixed_prefetch` up to 8 rows."""
+    fixed_attention: bool = False
+    """With `deterministic`: decode attention in one loop, and on Hopper prefill attention by
+    `kernels.triton.fixed_prefill`. They make the same operations, but no chip has compared the bits or timed them."""
     fuse_rope: bool = True
     """Norm, rotation and KV write run inside decode attention; never in steps with drafts, whose queries see keys of
     other rows of the step."""

@@ -55,7 +55,8 @@ def test_kernels_are_told_apart_by_name() -> None:
     names = {"nvjet_sm90_tst_192x192": "GEMM", "_row_kernel": "GEMM", "_decode_kernel": "decode attention",
              "cudnn_generated_fort_native_sdpa": "prefill attention", "_mixed_kernel": "prefill attention",
              "_rms_norm_kernel": "other", "prefetch_kernel": "GEMM", "_rope_decode_kernel": "decode attention",
-             "_fresh_mixed_kernel": "prefill attention", "_split_kernel": "other"}  # fmt: skip
+             "_fresh_mixed_kernel": "prefill attention", "fixed_tiles_kernel": "GEMM",
+             "fixed_prefill_kernel": "prefill attention", "_tree_kernel": "GEMM", "_split_kernel": "other"}  # fmt: skip
     assert {name: kind_of(name) for name in names} == names
 
 
@@ -66,6 +67,15 @@ def test_deterministic_runs_prefetch_unless_told_not_to() -> None:
         args = parser.parse_args(["--deterministic", *given])
         assert gpu._options(args, 8, 64).fixed_prefetch is wanted
     assert DeviceOptions().fixed_prefetch
+
+
+def test_newer_attention_kernels_of_deterministic_mode_run_only_when_asked_for() -> None:
+    parser = argparse.ArgumentParser()
+    gpu.add_arguments(parser)
+    for given, wanted in (((), False), (("--fixed-attention",), True)):
+        args = parser.parse_args(["--deterministic", *given])
+        assert gpu._options(args, 8, 64).fixed_attention is wanted
+    assert not DeviceOptions().fixed_attention
 
 
 def test_experts_are_read_as_often_as_rows_choose_them() -> None:

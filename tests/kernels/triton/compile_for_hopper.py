@@ -48,6 +48,8 @@ from quire.kernels.triton import (  # noqa: E402
     expert_linear,
     features,
     fixed_prefetch,
+    fixed_prefill,
+    fixed_tiles,
     latent_attention,
     latent_hopper,
     linear_bytes,
@@ -105,6 +107,11 @@ def bulk_copies(kernel: Any) -> list[str]:
 def multiplications(kernel: Any) -> list[str]:
     """Warp groups' MMA instructions in PTX's order: rows, features and columns of each."""
     return re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)", kernel.asm["ptx"])
+
+
+def waits(operations: list[str]) -> int:
+    """Of the machine code: how often it waits for its MMA instructions."""
+    return sum(operation.startswith("WARPGROUP.DEPBAR") for operation in operations)
 
 
 def machine_copies(operations: list[str]) -> str:
@@ -183,6 +190,32 @@ def code_rows(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
                             pdl=True)
 
 
+def hopper_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Kernels of many rows in deterministic mode: every tile that `tune_fixed` tries, and prefill attention."""
+    scratch = linear_prefetch.PrefetchScratch.allocate("cpu", 9 << 20)
+    fixed_tiles.multiprocessors = fixed_prefill.multiprocessors = lambda device: 132
+    deep, seen = fixed_tiles.TileScratch.allocate("cpu", 132), set()
+    for name, slices in (("whole", None), ("heads", Slices.of_heads(32, 128)), ("ranges", Slices.of_width(4096))):
+        x, weight = (torch.empty(rows, 4096, dtype=dtype) for rows in (1024, 1024))
+        for *sizes, band in tune_fixed.hopper_tiles(1024, slices):
+            if (name, *sizes) not in seen:  # the band is the one of another number only
+                seen.add((name, *sizes))
+                shape = fixed_tiles.FixedTiles.of((*sizes, band))
+                assert fixed_tiles.fits(x, weight, slices, shape, scratch, deep), shape
+                yield f"hopper {name} {' '.join(map(str, sizes))}", partial(
+                    fixed_tiles.linear_fixed_tiles, x, weight, None, None, slices, tiles=shape, scratch=scratch,
+                    deep=deep, pdl=True)
+    heads, ints = HeadShape(16, 8, 128), torch.zeros(4, dtype=torch.int32)
+    half, table = partial(torch.empty, dtype=dtype), torch.zeros(4, 8, dtype=torch.int32)
+    cache = pair_cache(half(4, 8, 16, 128), half(4, 8, 16, 128), 16)
+    yield "hopper prefill", lambda: fixed_prefill.fixed_prefill(
+        half(4, heads.width), cache, table, ints, ints, ints, ints, ints, heads, 0.1, out=half(4, 16 * 128))
+    for name, once in (("heads of 128", False), ("heads of 128 once", True)):
+        yield name, lambda o=once: attention_mixed.mixed_attention(
+            half(4, heads.width), cache, table, ints, ints, ints, ints, ints, heads, 0.1, exact=True, once=o, pdl=o,
+            sizes=attention_mixed.MixedShape(64, 64, 4, 3))
+
+
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     x, gain, weight = torch.empty(1, 1024, dtype=dtype), torch.empty(1024), torch.empty(256, 1024, dtype=dtype)
     qkv = torch.empty(2, HEADS.width, dtype=dtype)
@@ -223,6 +256,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield from prefetch(dtype)
         yield from fixed(dtype)
         yield from tiles(dtype)
+        yield from hopper_tiles(dtype)
 
 
 def sampling(vocab: int = 151936, rows: int = 4) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -446,6 +480,7 @@ def main() -> None:
                 "bulk_copies": bulk_copies(kernels[0]), "machine_copies": machine_copies(operations),
                 "multiplications": multiplications(kernels[0]), "instructions": len(operations),
                 "early_loads": early_loads(whole), "byte_products": operations.count("IMMA"),
+                "drains": operations.count("WARPGROUP") and waits(instructions(kernels[0])),
             }  # fmt: skip
     found["variants"] = {str(dtype)[6:]: variants(dtype) for dtype in (torch.bfloat16, torch.float32)}
     found["families"] = families()

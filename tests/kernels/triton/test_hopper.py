@@ -181,3 +181,38 @@ def test_a_gemm_that_adds_a_bias_or_residual_needs_the_shared_memory_that_is_ask
     """The ring, what sums pass through to where they are stored, and barriers."""
     claimed = linear_prefetch.PrefetchShape(*shape).shared(rows)
     assert claimed <= compiled[f"prefetch {name} bfloat16"]["shared"] <= claimed + 1024
+
+
+HOPPER_TILES = {"whole 128 6 1 0": (1, 2), "whole 256 4 1 0": (1, 2), "heads 128 5 1 0": (4, 2),
+                "heads 128 5 1 1": (4, 1), "heads 128 5 2 0": (4, 2), "heads 128 5 4 0": (4, 2),
+                "ranges 128 5 1 0": (4, 2), "ranges 128 6 2 0": (4, 2), "ranges 128 6 4 0": (2, 2)}  # fmt: skip
+"""Slices that add up in registers, and waits of a slice: after every turn and at its end, or only there."""
+
+
+@pytest.mark.parametrize("name", HOPPER_TILES)
+def test_tiles_of_many_rows_hold_their_sums_in_registers_and_multiply_without_a_stop(
+    compiled: dict[str, Any], name: str
+) -> None:
+    """Where the assembler finds something between two MMA instructions it makes each wait for the one before: then
+    there are as many waits as instructions."""
+    kernel, (slices, waits) = compiled[f"hopper {name} bfloat16"], HOPPER_TILES[name]
+    found = dict(each.split(":") for each in kernel["resources"].split())
+    assert int(found["REG"]) <= 168 and int(found["STACK"]) <= 16
+    assert kernel["drains"] == 2 * slices * waits  # of two warp groups
+    assert set(kernel["multiplications"]) == {f"m64n{name.split()[1]}k16"} and kernel["shared"] <= 227 << 10
+
+
+def test_tiles_of_many_rows_say_that_a_place_is_free_when_all_warps_have_read_it(compiled: dict[str, Any]) -> None:
+    for name, kernel in compiled.items():
+        if name.startswith("hopper "):
+            steps = kernel["bulk_copies"]
+            waits = [place for place, step in enumerate(steps) if step == "wgmma.wait_group"]
+            freed = [steps.index("mbarrier.arrive", wait) for wait in waits]
+            assert waits and all("bar.sync" in steps[wait:place] for wait, place in zip(waits, freed))
+
+
+def test_attention_of_deterministic_mode_fuses_no_multiply_add_in_any_of_its_kernels(compiled: dict[str, Any]) -> None:
+    names = ("hopper prefill", "heads of 128", "heads of 128 once")
+    assert {compiled[f"{name} bfloat16"]["fused"] for name in names} == {0}
+    # Two sums of scores and two of values in a turn, waited for together; the first scores and the last values alone.
+    assert compiled["hopper prefill bfloat16"]["drains"] == 2 * 3

@@ -28,14 +28,15 @@ def _requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_an_engine_on_the_kernels_gives_the_cpu_engines_tokens(deterministic: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"deterministic": True, "fixed_attention": True}],
+                         ids=["plain", "deterministic", "newer attention"])  # fmt: skip
+def test_an_engine_on_the_kernels_gives_the_cpu_engines_tokens(options: dict[str, bool]) -> None:
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
     from quire.ops.triton import TritonOps
 
     plain = engines.run(engines.make_engine(CONFIG, device=False), _requests())
-    ops = TritonOps("cpu", torch.float32, deterministic=deterministic)
+    ops = TritonOps("cpu", torch.float32, **options)
     assert engines.run(engines.make_engine(CONFIG, device=True, depth=2, ops=ops), _requests()) == plain
 
 

@@ -1,0 +1,157 @@
+"""`python -m quire.bench.gpu.tune_fixed_attention`: attention of deterministic mode by every kernel that might serve.
+
+Of each: microseconds, and what share of its elements has the bits of the kernel in use ("mixed"). A JSON line for each
+batch. "once STAGES": decode steps in one loop; "prefill": `fixed_prefill`, with "mixed" for what it leaves; "cudnn":
+what plain mode has for fresh prompts, which gives other bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from quire.bench.gpu.tune import graph_seconds
+
+DECODES = ((1, 384), (1, 4000), (32, 1152), (256, 1064))
+PROMPTS = ((4, 4096, 0), (16, 1024, 0), (8, 1000, 24))
+"""Sequences, and their keys; sequences, and their queries after so many keys."""
+_PAGE, _SCALE, _LEAST_BYTES = 16, 0.088, 2e8
+_DEVICE = "cuda"
+Way = Callable[[Any, Any], Any]
+"""Given a cache and where to write."""
+
+
+class _Batch:
+    """One step's attention, over caches that together are too large for the L2 cache."""
+
+    def __init__(self, heads: int, count: int, queries: int, before: int) -> None:
+        import torch
+
+        from quire.kernels.types import HeadShape, pair_cache
+
+        self.shape = HeadShape(heads, 8, 128)
+        self.count, self.queries, self.before, self.length = count, queries, before, before + queries
+        pages = -(-self.length // _PAGE)
+        copies = max(1, min(16, math.ceil(_LEAST_BYTES / (count * pages * _PAGE * 8 * 128 * 4))))
+        half = partial(torch.randn, device=_DEVICE, dtype=torch.bfloat16)
+        size = (count * pages, 8, _PAGE, 128)
+        self.caches = [pair_cache(half(size), half(size), _PAGE) for _ in range(copies)]
+        self.table = torch.randperm(count * pages, device=_DEVICE).int().view(count, pages)
+        self.starts = torch.arange(count + 1, dtype=torch.int32, device=_DEVICE) * queries
+        self.lengths = torch.full((count,), self.length, dtype=torch.int32, device=_DEVICE)
+        self.qkv = half(count * queries, self.shape.width)
+
+    def out(self) -> Any:
+        return self.qkv.new_zeros(len(self.qkv), self.shape.num_heads * 128)
+
+
+def measure(heads: int, count: int, queries: int, before: int) -> dict[str, Any]:
+    import torch
+
+    batch, found = _Batch(heads, count, queries, before), dict[str, Any]()
+    want = batch.out()
+    _mixed(batch, {}, batch.caches[0], want)
+    for name, way in _ways(batch):
+        try:
+            got = batch.out()
+            way(batch.caches[0], got)
+            same = (got.view(torch.int16) == want.view(torch.int16)).double().mean().item()
+            seconds = graph_seconds([partial(way, cache, got) for cache in batch.caches], repeats=3)
+            found[name] = {"us": round(1e6 * seconds, 2), "same": math.floor(same * 1e5) / 1e5}
+        except Exception as error:
+            print(f"{name}, {heads} heads, {count} x {queries}: {error!r}"[:300], file=sys.stderr)
+    pairs = count * (queries * before + queries * (queries + 1) // 2)
+    return {"bench": "gpu", "case": "fixed attention", "heads": heads, "sequences": count, "queries": queries,
+            "keys": batch.length, "gflop": round(4e-9 * heads * 128 * pairs, 2),
+            "mb": round(count * batch.length * 4096e-6, 2), "ways": found}  # fmt: skip
+
+
+def _ways(batch: _Batch) -> Iterator[tuple[str, Way]]:
+    yield "mixed", partial(_mixed, batch, {})
+    yield "mixed early", partial(_mixed, batch, {"pdl": True})
+    if batch.queries == 1:
+        for stages in (2, 3, 4):
+            yield f"once {stages}", partial(_mixed, batch, {"once": True, "pdl": True, "stages": stages})
+    else:
+        yield "prefill", partial(_prefill, batch)
+        if not batch.before:
+            yield "cudnn", partial(_cudnn, batch)
+
+
+def _mixed(batch: _Batch, options: dict[str, Any], cache: Any, out: Any) -> None:
+    import numpy as np
+
+    _tiled(batch, options, cache, out, np.zeros(batch.count, np.int64))
+
+
+def _tiled(batch: _Batch, options: dict[str, Any], cache: Any, out: Any, skipped: Any) -> None:
+    """The mixed kernel from token `skipped` of each sequence on."""
+    import numpy as np
+
+    from quire.attention.triton import _FIXED
+    from quire.kernels.triton.attention_mixed import mixed_attention, query_tiles
+
+    options = dict(options)
+    sizes = replace(_FIXED, stages=options.pop("stages", _FIXED.stages))
+    tokens = sizes.tokens_of(batch.shape.num_heads // batch.shape.num_kv_heads)
+    seqs, firsts = query_tiles(np.full(batch.count, batch.queries) - skipped, tokens)
+    if len(seqs):
+        tile_seq, tile_first = _on_device(batch, seqs, (firsts + skipped[seqs]).astype(np.int32))
+        mixed_attention(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, tile_seq, tile_first,
+                        batch.shape, _SCALE, out=out, sizes=sizes, exact=True, **options)  # fmt: skip
+
+
+def _prefill(batch: _Batch, cache: Any, out: Any) -> None:
+    import numpy as np
+
+    from quire.kernels.triton import fixed_prefill
+
+    queries = np.full(batch.count, batch.queries)
+    seqs, firsts, taken = fixed_prefill.split_tiles(
+        np.full(batch.count, batch.before), queries, fixed_prefill.tokens_of(batch.shape))
+    tile_seq, tile_first = _on_device(batch, seqs, firsts)
+    fixed_prefill.fixed_prefill(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, tile_seq, tile_first,
+                                batch.shape, _SCALE, out=out)  # fmt: skip
+    _tiled(batch, {"pdl": True}, cache, out, taken)
+
+
+def _cudnn(batch: _Batch, cache: Any, out: Any) -> None:
+    from quire.attention.triton import _dense, dense_attention
+
+    with dense_attention():
+        _dense(batch.qkv, batch.count, batch.shape, _SCALE, out)
+
+
+_KEPT: dict[bytes, Any] = {}
+
+
+def _on_device(batch: _Batch, *parts: Any) -> list[Any]:
+    """Copied once: while a graph is captured nothing may come from the host."""
+    import torch
+
+    for part in parts:
+        if part.tobytes() not in _KEPT:
+            _KEPT[part.tobytes()] = torch.from_numpy(part).to(batch.qkv.device)
+    return [_KEPT[part.tobytes()] for part in parts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", nargs="+", type=int, default=[16, 32])
+    parser.add_argument("--only", choices=("decode", "prefill"))
+    args = parser.parse_args()
+    for heads in args.heads:
+        for count, keys in DECODES if args.only != "prefill" else ():
+            print(json.dumps(measure(heads, count, 1, keys - 1)), flush=True)
+        for count, queries, before in PROMPTS if args.only != "decode" else ():
+            print(json.dumps(measure(heads, count, queries, before)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""The kernel of `fixed_prefill`, in Gluon: prefill attention with the operations of `attention_mixed`, in its order.
+
+One warp copies keys and values, page by page, into two rings; two warp groups take 64 rows of queries each, so that one
+computes its softmax while the other multiplies. A warp group also issues its next scores before it waits for the sum of
+weighted values. A head's 128 features come in two halves, since the copy engine swizzles 128 bytes: each half of the
+scores' sum goes on where the other ended, and each half of the values has sums of its own, so no order changes.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def _tile(item, tile_seq, tile_first, query_start, context_len, NUM_KV: gl.constexpr, TOKENS: gl.constexpr,
+          KEYS: gl.constexpr):  # fmt: skip
+    """Of a program's piece of work: KV head, sequence, first token, first row and number of its queries, keys before
+    them, and turns of keys that some row of the tile sees."""
+    head, tile = item % NUM_KV, item // NUM_KV
+    seq = gl.load(tile_seq + tile)
+    first = gl.load(tile_first + tile)
+    begin = gl.load(query_start + seq)
+    queries = gl.load(query_start + seq + 1) - begin
+    before = gl.load(context_len + seq) - queries
+    turns = (before + gl.minimum(first + TOKENS, queries) + KEYS - 1) // KEYS
+    return head, seq, first, begin, queries, before, turns
+
+
+@gluon.jit
+def _page_rows(table, place, head, NUM_KV: gl.constexpr, PAGE: gl.constexpr, PAGES: gl.constexpr):
+    """Rows of the cache where some pages of a sequence begin: all are known before the first is copied."""
+    found = ((gl.load(table + place) * NUM_KV + head) * PAGE,)
+    for page in gl.static_range(1, PAGES):
+        found = found + ((gl.load(table + place + page) * NUM_KV + head) * PAGE,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _copy_keys(cache, ring, full, free, stage, parity, pages, PAGE: gl.constexpr):
+    """A turn of keys (or values) into a stage, once it is free."""
+    KEYS: gl.constexpr = ring.shape[1]
+    WIDTH: gl.constexpr = ring.shape[2]
+    mbarrier.wait(free.index(stage), parity)
+    mbarrier.expect(full.index(stage), 2 * KEYS * WIDTH * 2)
+    for page in gl.static_range(KEYS // PAGE):
+        for half in gl.static_range(2):
+            target = ring.index(2 * stage + half).slice(page * PAGE, PAGE, dim=0)
+            tma.async_copy_global_to_shared(cache, [pages[page], half * WIDTH], full.index(stage), target)
+
+
+@gluon.jit
+def _load_tiles(
+    k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows, tile_seq, tile_first, query_start,
+    context_len, num_items, table_stride, STAGES: gl.constexpr, NUM_KV: gl.constexpr, TOKENS: gl.constexpr,
+    PAGE: gl.constexpr, HAS_ROWS: gl.constexpr,
+):  # fmt: skip
+    KEYS: gl.constexpr = k_ring.shape[1]
+    done = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        head, seq, _first, _begin, _queries, _before, turns = _tile(
+            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS)
+        row = seq
+        if HAS_ROWS:
+            row = gl.load(rows + seq)
+        table = tables + row.to(gl.int64) * table_stride
+        for turn in range(turns):
+            stage, parity = (done + turn) % STAGES, ((done + turn) // STAGES + 1) & 1
+            pages = _page_rows(table, turn * (KEYS // PAGE), head, NUM_KV, PAGE, KEYS // PAGE)
+            _copy_keys(k_cache, k_ring, k_full, k_free, stage, parity, pages, PAGE)
+            _copy_keys(v_cache, v_ring, v_full, v_free, stage, parity, pages, PAGE)
+        done += turns
+
+
+@gluon.jit
+def _start_scores(q_low, q_high, ring, full, turn, STAGES: gl.constexpr, SUMS: gl.constexpr):
+    """Issues the products of a turn's keys; not waited for."""
+    ROWS: gl.constexpr = q_low.shape[0]
+    KEYS: gl.constexpr = ring.shape[1]
+    stage = turn % STAGES
+    mbarrier.wait(full.index(stage), turn // STAGES & 1)
+    scores = gl.zeros((ROWS, KEYS), gl.float32, SUMS)
+    low, high = ring.index(2 * stage), ring.index(2 * stage + 1)
+    scores = warpgroup_mma(q_low, low.permute((1, 0)), scores, use_acc=False, is_async=True)
+    return warpgroup_mma(q_high, high.permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def _softmax(scores, start, open_end, reach, scale, low, high, maximum, total, SUMS: gl.constexpr):
+    """Folds a turn's scores in: (its weights, the sums of values shrunk, maximum, total)."""
+    KEYS: gl.constexpr = scores.shape[1]
+    scores = scores * scale
+    if start >= open_end:
+        position = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SUMS))
+        scores = gl.where(position[None, :] <= reach[:, None], scores, float("-inf"))
+    higher = gl.maximum(maximum, gl.max(scores, axis=1))
+    level = gl.where(higher == float("-inf"), 0.0, higher)
+    weights = gl.exp2(scores - level[:, None])
+    shrink = gl.exp2(maximum - level)
+    total = total * shrink + gl.sum(weights, axis=1)
+    low = low * shrink[:, None]
+    high = high * shrink[:, None]
+    return weights, low, high, higher, total
+
+
+@gluon.jit
+def _start_values(p, low, high, ring, full, turn, STAGES: gl.constexpr):
+    """Issues the products of a turn's values; not waited for."""
+    stage = turn % STAGES
+    mbarrier.wait(full.index(stage), turn // STAGES & 1)
+    low = warpgroup_mma(p, ring.index(2 * stage), low, is_async=True)
+    high = warpgroup_mma(p, ring.index(2 * stage + 1), high, is_async=True)
+    return low, high
+
+
+@gluon.jit
+def _attend_tiles(
+    qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, tile_seq, tile_first, query_start, context_len, out,
+    num_items, scale, q_stride, WHO: gl.constexpr, STAGES: gl.constexpr, NUM_HEADS: gl.constexpr,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, SUMS: gl.constexpr, P: gl.constexpr, STORED: gl.constexpr,
+):  # fmt: skip
+    """A warp group: its half of the rows of one tile after another."""
+    ROWS: gl.constexpr = 64
+    KEYS: gl.constexpr = k_ring.shape[1]
+    WIDTH: gl.constexpr = k_ring.shape[2]
+    DIM: gl.constexpr = 2 * WIDTH
+    TOKENS: gl.constexpr = 2 * ROWS // GROUP
+    done = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        head, _seq, first, begin, queries, before, turns = _tile(
+            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS)
+        # The queries, through the layout in which rows are read and stored.
+        index = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
+        dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STORED))
+        token = first + index // GROUP
+        used = (token < queries)[:, None] & (dim < WIDTH)[None, :]
+        column = (head * GROUP + index % GROUP)[:, None] * DIM + dim[None, :]
+        place = (begin + token).to(gl.int64)[:, None]
+        source = qkv + (place * q_stride + column)
+        q_low = gl.convert_layout(gl.load(source, mask=used, other=0.0), P)
+        q_high = gl.convert_layout(gl.load(source + WIDTH, mask=used, other=0.0), P)
+        mine = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
+        reach = before + first + mine // GROUP
+        open_end = (before + first + 1) // KEYS * KEYS
+        maximum = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, SUMS))
+        total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, SUMS))
+        low = gl.zeros((ROWS, WIDTH), gl.float32, SUMS)
+        high = gl.zeros((ROWS, WIDTH), gl.float32, SUMS)
+        scores = warpgroup_mma_wait(0, deps=(_start_scores(q_low, q_high, k_ring, k_full, done, STAGES, SUMS),))
+        mbarrier.arrive(k_free.index(done % STAGES))
+        for turn in range(turns - 1):
+            weights, low, high, maximum, total = _softmax(
+                scores, turn * KEYS, open_end, reach, scale, low, high, maximum, total, SUMS)
+            p = gl.convert_layout(weights.to(qkv.dtype.element_ty), P)
+            low, high = _start_values(p, low, high, v_ring, v_full, done + turn, STAGES)
+            later = _start_scores(q_low, q_high, k_ring, k_full, done + turn + 1, STAGES, SUMS)
+            low, high, scores = warpgroup_mma_wait(0, deps=(low, high, later))
+            mbarrier.arrive(v_free.index((done + turn) % STAGES))
+            mbarrier.arrive(k_free.index((done + turn + 1) % STAGES))
+        weights, low, high, maximum, total = _softmax(
+            scores, (turns - 1) * KEYS, open_end, reach, scale, low, high, maximum, total, SUMS)
+        p = gl.convert_layout(weights.to(qkv.dtype.element_ty), P)
+        low, high = _start_values(p, low, high, v_ring, v_full, done + turns - 1, STAGES)
+        low, high = warpgroup_mma_wait(0, deps=(low, high))
+        mbarrier.arrive(v_free.index((done + turns - 1) % STAGES))
+        done += turns
+        # One division a row, not one a feature.
+        share = (1.0 / gl.where(total > 0, total, 1.0))[:, None]
+        target = out + (place * (NUM_HEADS * DIM) + column)
+        kind = out.dtype.element_ty
+        gl.store(target, gl.convert_layout((low * share).to(kind), STORED), mask=used)
+        gl.store(target + WIDTH, gl.convert_layout((high * share).to(kind), STORED), mask=used)
+
+
+@gluon.jit(do_not_specialize=["num_items"])
+def fixed_prefill_kernel(
+    k_cache,
+    v_cache,
+    qkv,
+    out,
+    tables,
+    rows,
+    query_start,
+    context_len,
+    tile_seq,
+    tile_first,
+    num_items,
+    scale,
+    q_stride,
+    table_stride,
+    NUM_HEADS: gl.constexpr,
+    NUM_KV: gl.constexpr,
+    GROUP: gl.constexpr,
+    PAGE: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_ROWS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    RING: gl.constexpr,
+    SUMS: gl.constexpr,
+    P: gl.constexpr,
+    STORED: gl.constexpr,
+):
+    WIDTH: gl.constexpr = k_cache.block_type.shape[1]
+    k_ring = gl.allocate_shared_memory(k_cache.dtype, [2 * STAGES, KEYS, WIDTH], RING)
+    v_ring = gl.allocate_shared_memory(k_cache.dtype, [2 * STAGES, KEYS, WIDTH], RING)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, tile_seq, tile_first, query_start,
+                             context_len, out, num_items, scale, q_stride, 0, STAGES, NUM_HEADS, NUM_KV, GROUP, SUMS,
+                             P, STORED)),
+            (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, tile_seq, tile_first, query_start,
+                             context_len, out, num_items, scale, q_stride, 1, STAGES, NUM_HEADS, NUM_KV, GROUP, SUMS,
+                             P, STORED)),
+            (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows, tile_seq,
+                           tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
+                           2 * 64 // GROUP, PAGE, HAS_ROWS)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip

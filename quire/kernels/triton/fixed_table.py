@@ -1,0 +1,65 @@
+"""Which kernel runs a GEMM of deterministic mode on Hopper, by its rows and its weight: measured once, kept with the
+code.
+
+`fixed_table.json` has what `python -m quire.bench.gpu.tune_fixed --write` timed. Only kernels that gave the bits of
+`linear_fixed` there are in it, so a choice changes no bit. A GEMM that is not in it runs as it did before:
+`fixed_prefetch` for a few rows, `linear_fixed` for more.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+TILES, PREFETCH, FIXED = "tiles", "prefetch", "fixed"
+
+
+@dataclass(frozen=True, slots=True)
+class FixedChoice:
+    """`tiles` (sizes of `FixedTiles`), `prefetch`, or `fixed` (none: what `linear_fixed` chooses; else `FixedShape` and
+    the number of parts)."""
+
+    kernel: str
+    sizes: tuple[int, ...] = ()
+
+
+Weight = tuple[int, int, int]
+"""Features, columns, slices."""
+
+
+def parse(entries: list[dict[str, Any]]) -> dict[Weight, list[tuple[int, FixedChoice]]]:
+    """By weight: the choice for up to so many rows, the fewest first."""
+    found: dict[Weight, list[tuple[int, FixedChoice]]] = {}
+    for entry in sorted(entries, key=lambda each: each["rows"]):
+        choice = FixedChoice(entry["kernel"], tuple(entry.get("sizes", ())))
+        found.setdefault((entry["features"], entry["width"], entry["slices"]), []).append((entry["rows"], choice))
+    return found
+
+
+@lru_cache(maxsize=1)
+def table() -> dict[Weight, list[tuple[int, FixedChoice]]]:
+    text = resources.files("quire.kernels.triton").joinpath("fixed_table.json").read_text(encoding="utf-8")
+    return parse(json.loads(text)["gemms"])
+
+
+def lookup(rows: int, features: int, width: int, slices: int) -> FixedChoice | None:
+    """The entry of the fewest rows that are enough, the last one for any more. None: this weight was not timed, or only
+    with more than twice as many rows."""
+    known = table().get((features, width, slices))
+    if not known or 2 * rows <= known[0][0]:
+        return None
+    return next((choice for most, choice in known if most >= rows), known[-1][1])
+
+
+def write(path: Path, entries: list[dict[str, Any]], **about: str) -> None:
+    """Entries that the file has already stay, but for those of the same rows and weight."""
+    fields = ("features", "width", "slices", "rows")
+    before = json.loads(path.read_text(encoding="utf-8"))["gemms"] if path.exists() else []
+    every = {tuple(entry[field] for field in fields): entry for entry in (*before, *entries)}
+    head = "".join(f'"{name}": {json.dumps(value)}, ' for name, value in about.items())
+    lines = ",\n".join(f"  {json.dumps(every[key])}" for key in sorted(every))
+    path.write_text(f'{{{head}"gemms": [\n{lines}\n]}}\n', encoding="utf-8")

@@ -1,0 +1,79 @@
+"""Deterministic steps with `fixed_attention`: full tiles of prompts go to one kernel, the rest to the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from quire.attention.triton import DeviceContext, TritonAttention
+from quire.kernels.triton import fixed_prefill
+from quire.kernels.triton.attention_mixed import attention_reference
+from quire.kernels.types import HeadShape
+from quire.worker.gpu.batches import MixedBatch
+from quire.worker.gpu.contexts import StepContexts
+from quire.worker.gpu.staging import Stage
+from tests.kernels.triton import cases
+from tests.kernels.triton.gluon_interpreter import interpreting
+
+SHAPE, PAGE = HeadShape(4, 1, 128), 16
+STARTS, COUNTS = [70, 0, 100, 3], [1, 130, 92, 20]
+
+
+def staged(attention: TritonAttention, shapes: list[HeadShape]) -> dict[str, np.ndarray]:
+    contexts = object.__new__(StepContexts)
+    contexts.attention, contexts._plain, contexts._shapes, contexts._block_size = attention, True, shapes, PAGE
+    rows = np.arange(len(COUNTS), dtype=np.int32)
+    batch = MixedBatch(list(rows), rows, np.array(STARTS, np.int32), np.array(COUNTS, np.int32), 1)
+    stage = Stage()
+    assert not contexts.add_tiles(stage, batch).dense
+    return dict(zip(stage._spans, stage._parts, strict=True))
+
+
+def covered(tiles: dict[str, np.ndarray], prefix: str, tokens: int) -> list[tuple[int, int]]:
+    return [(int(seq), int(first) + token) for seq, first in zip(tiles[f"{prefix}_seq"], tiles[f"{prefix}_first"])
+            for token in range(tokens) if first + token < COUNTS[seq]]  # fmt: skip
+
+
+@pytest.fixture
+def attention(monkeypatch: pytest.MonkeyPatch) -> TritonAttention:
+    if torch.cuda.is_available():
+        pytest.skip("the interpreters stand in for a chip")
+    monkeypatch.setattr(fixed_prefill, "available", lambda device: True)
+    monkeypatch.setattr(fixed_prefill, "multiprocessors", lambda device: 3)
+    return TritonAttention(torch.device("cpu"), torch.bfloat16, deterministic=True, fixed_kernels=True)
+
+
+def test_every_query_is_in_one_tile_of_one_of_the_kernels(attention: TritonAttention) -> None:
+    tiles = staged(attention, [SHAPE, SHAPE])
+    full = covered(tiles, "row_tile", 32)
+    rest = covered(tiles, "tile", attention.tokens_per_tile(SHAPE))
+    every = sorted((seq, token) for seq, count in enumerate(COUNTS) for token in range(count))
+    assert sorted(full + rest) == every
+    assert {seq for seq, _ in full} == {1, 2} and len(full) == 128 + 92 // 32 * 32
+
+
+@pytest.mark.parametrize("shapes", [[SHAPE, HeadShape(4, 2, 128)], [HeadShape(4, 1, 64)]], ids=["several", "others"])
+def test_heads_that_the_kernel_does_not_serve_are_left_to_the_other(
+    attention: TritonAttention, shapes: list[HeadShape]
+) -> None:
+    tiles = staged(attention, shapes)
+    assert not len(tiles["row_tile_seq"]) and len(covered(tiles, "tile", attention.tokens_per_tile(shapes[0]))) == 243
+
+
+def test_a_step_of_both_kernels_attends_to_every_key(attention: TritonAttention) -> None:
+    torch.manual_seed(3)
+    tiles = {name: torch.from_numpy(part) for name, part in staged(attention, [SHAPE]).items()}
+    lengths = [a + b for a, b in zip(STARTS, COUNTS)]
+    qkv, cache, table, start, length = cases.paged_batch("cpu", torch.bfloat16, SHAPE, PAGE, COUNTS, lengths)
+    ctx = DeviceContext(
+        start, start, length, (table,), (start,), num_decodes=1, tile_seq=tiles["tile_seq"],
+        tile_first=tiles["tile_first"], row_tiles=(tiles["row_tile_seq"], tiles["row_tile_first"]),
+    )  # fmt: skip
+    with interpreting() as runs:
+        out = attention(qkv, cache, ctx, 0, SHAPE, 0.2, None, None)
+    assert len(runs) == 1
+    want = attention_reference(qkv, cache, table, start, length, SHAPE, 0.2)
+    assert torch.allclose(out.float(), want.float(), atol=0.02, rtol=0.02)
