@@ -217,6 +217,10 @@ class Ops(AttentionBackend):
         """[M, N] + [M, N], into memory of its own."""
         return x + y
 
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        """[M, sum of widths]: rows side by side."""
+        return torch.cat(tuple(parts), 1)
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x times a float32 factor, into memory of its own."""
         return x * factor

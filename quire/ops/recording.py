@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.errors import EngineError
 from quire.kernels.types import LayerCache, StepContext
+from quire.ops.cpu_drafts import ChainStep, Guesses, check_ids
 from quire.ops.cpu_step import RESULTS, ZERO, StepNumber, read_step
 from quire.parallel.collectives import KernelGroup
 
@@ -199,10 +200,7 @@ class StepRecorder:
         tokens = ids.shape[0]
         if not 0 < tokens <= MOST_TOKENS or ids.dtype not in _INPUTS or not ids.is_contiguous():
             return forward()
-        if len(caches) != len(self._caches) or not all(map(is_, caches, self._caches)):
-            self._caches = list(caches)
-            self._steps.clear()
-            self.refused.clear()
+        self._look_at(caches)
         key: tuple[Hashable, ...] = (variant, tokens) if ctx.detours is None else (variant, tokens, "detours")
         known = self._steps.get(key)
         if known is not None and known.confirmed:
@@ -210,6 +208,43 @@ class StepRecorder:
         if key in self.refused:
             return forward()
         return self._record(key, known, ids, ctx, forward)
+
+    def run_chain(self, variant: Hashable, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache],
+                  guesses: Guesses, guessed: Tensor | None, floor: float, block_size: int) -> bool:
+        """Run a step of one token of each sequence again and again, each time with the likeliest tokens by its second
+        result, logits. `guesses` has room for them, and the chances of the chains so far; when all chains have fallen
+        below `floor` it ends. `ids` and `ctx` are changed. False: the step is not recorded yet, and nothing was run."""
+        self._look_at(caches)
+        step = self._steps.get((variant, ids.shape[0]))
+        if step is None or not step.confirmed or ctx.detours is not None:
+            return False
+        context = read_step(ctx)
+        self._make_room(step)
+        words = context.words(self._memory.data_ptr(), ids.data_ptr())
+        offset, (rows, width) = step.outs[1]
+        check_ids(guessed, width)
+        if not rows == context.tokens == context.seqs == guesses.tokens.shape[1]:
+            raise EngineError(f"a chain of {guesses.tokens.shape[1]} sequences is not a step of {rows}")
+        chain = ChainStep(ids.data_ptr(), context.positions, context.slots[0], context.context_len, context.tables[0],
+                          context.strides[0], rows, block_size)
+        assert step.encoded is not None
+        guesses.passes = self._ops.library.quire_draft_chain(
+            step.address, len(step.encoded), (ctypes.c_int64 * len(words))(*words), ctypes.byref(self._failed),
+            ctypes.byref(chain), self._memory.data_ptr() + offset, width,
+            None if guessed is None else guessed.data_ptr(), guesses.tokens.ctypes.data, guesses.chances.ctypes.data,
+            len(guesses.tokens), floor,
+        )  # fmt: skip
+        if guesses.passes < 0:
+            raise EngineError(f"{step.calls[self._failed.value][0]} refused a recorded step of a draft")
+        self.replayed += guesses.passes
+        return True
+
+    def _look_at(self, caches: Sequence[LayerCache]) -> None:
+        """With others than before, everything is recorded again."""
+        if len(caches) != len(self._caches) or not all(map(is_, caches, self._caches)):
+            self._caches = list(caches)
+            self._steps.clear()
+            self.refused.clear()
 
     def _record(self, key: Hashable, before: RecordedStep | None, ids: Tensor, ctx: StepContext,
                 forward: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -269,10 +304,7 @@ class StepRecorder:
         context = read_step(ctx)
         if context.tokens != step.outs[0][1][0]:
             return forward()  # which says what is wrong
-        if step.results_bytes > self._memory.nbytes:
-            self._memory = torch.empty(step.results_bytes, dtype=torch.uint8)
-            for each in self._steps.values():
-                each.results = None
+        self._make_room(step)
         words = context.words(self._memory.data_ptr(), ids.data_ptr())
         assert step.encoded is not None
         state = self._ops.library.quire_replay(step.address, len(step.encoded), (ctypes.c_int64 * len(words))(*words),
@@ -284,6 +316,12 @@ class StepRecorder:
             step.results = tuple(self._memory[offset : offset + 4 * rows * width].view(torch.float32).view(rows, width)
                                  for offset, (rows, width) in step.outs)
         return step.results
+
+    def _make_room(self, step: RecordedStep) -> None:
+        if step.results_bytes > self._memory.nbytes:
+            self._memory = torch.empty(step.results_bytes, dtype=torch.uint8)
+            for each in self._steps.values():
+                each.results = None
 
     def _failed_replay(self, step: RecordedStep, state: int, forward: Callable[[], tuple[Tensor, ...]]
                        ) -> tuple[Tensor, ...]:

@@ -26,7 +26,7 @@
 #define WIDE (PAIR * 2)
 /* Rows that a narrow weight is widened for in registers: with drafts a decoding step has some more than one. */
 #if defined(__AVX512F__)
-#define NARROW_ROWS 6
+#define NARROW_ROWS 10
 #else
 #define NARROW_ROWS FEW
 #endif
@@ -212,6 +212,7 @@ INLINE void narrow_tile(int rows, int panels, int32_t format, const linear_job *
         break;
 #define NARROW_FEW(p, f) NARROW(1, p, f) NARROW(2, p, f) NARROW(3, p, f)
 #define NARROW_MORE(p, f) NARROW(4, p, f) NARROW(5, p, f) NARROW(6, p, f)
+#define NARROW_MOST(f) NARROW(7, 1, f) NARROW(8, 1, f) NARROW(9, 1, f) NARROW(10, 1, f)
 
 static void run_narrow_tile(const linear_job *job, int64_t rows, int64_t panels, const float *x, const uint8_t *w,
                             float *sums) {
@@ -222,6 +223,7 @@ static void run_narrow_tile(const linear_job *job, int64_t rows, int64_t panels,
 #endif
 #if defined(__AVX512F__)
         NARROW_MORE(1, BFLOAT16) NARROW_MORE(1, SCALED8) NARROW_MORE(1, SCALED4) NARROW_MORE(2, BFLOAT16)
+        NARROW_MOST(BFLOAT16) NARROW_MOST(SCALED8) NARROW_MOST(SCALED4)
 #endif
     }
 }
@@ -392,7 +394,8 @@ static void linear_task(void *arg, int64_t task) {
     for (int64_t step; panel < end; panel += step) {
         int narrow = rows <= NARROW_ROWS && job->format != FLOAT32;
         step = rows <= FEW && !narrow && panel + WIDE <= end ? WIDE : panel + PAIR <= end ? PAIR : 1;
-        if (narrow && rows > FEW && job->format != BFLOAT16) step = 1; /* scales take the registers of a second panel */
+        /* Sums, or scales, take the registers of a second panel. */
+        if (narrow && (rows > TILE_ROWS || (rows > FEW && job->format != BFLOAT16))) step = 1;
         area of = {row, rows, panel, step, rows};
         if (narrow) narrow_product(job, &of);
         else product(job, &of);
