@@ -34,6 +34,8 @@ class WeightUse(Enum):
     """An embedding or a head: rounded to 8 bits, whatever was asked for."""
     EXPERT = "expert"
     """As LAYER, of one of several experts, which a device may multiply as a group."""
+    GUESSES = "guesses"
+    """The rows of a vocabulary that a draft head chooses from: rounded to 4 bits, since a wrong guess is found out."""
     SHARED = "shared"
     """Keys and values that many query heads read: few weights, whose error is in all of those. Rounded to 8 bits."""
     EXACT = "exact"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import EngineError
+from quire.kernels.quantized import Rounding
 from quire.kernels.types import StepContext
 from quire.ops.cpu_step import NO_TABLE, CpuLayerCache, Step, rows_of
 
@@ -43,9 +45,18 @@ class DraftKernels:
     """Part of `CpuOps`. Of each token's slot something is kept: a row of a cache of features."""
 
     _library: Any
+    _rounding: Rounding | None
 
     def _step_of(self, ctx: StepContext, group: int, window: int, layer: CpuLayerCache) -> Step:
         raise NotImplementedError
+
+    @contextmanager
+    def rounding_to(self, rounding: Rounding) -> Iterator[None]:
+        before, self._rounding = self._rounding, rounding
+        try:
+            yield
+        finally:
+            self._rounding = before
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         """[M, sum of widths]: rows side by side."""

@@ -47,6 +47,8 @@ def bits_of(shape: tuple[int, int], adds: bool, asked: int, use: WeightUse) -> i
     ranks may share). Their width is what no rank has a part of: every number of ranks decides alike."""
     if use in (WeightUse.VOCABULARY, WeightUse.SHARED):
         return 8
+    if use is WeightUse.GUESSES:
+        return 4
     if asked != 4 or use is WeightUse.EXPERT or shape[0 if adds else 1] >= _NARROW:
         return asked
     return 8 if adds else 5

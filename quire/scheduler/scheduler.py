@@ -289,7 +289,7 @@ class Scheduler:
             error = InvariantError(f"result of step {result.step} came when step {plan.step} was due")
             self.fail_step(self._endings.note_broken(error))
             return
-        self._retire_step()
+        self._retire_step(judged=[each.num_drafts for each in result.entries])
         for (seq, entry, epoch), entry_result in zip(planned, result.entries, strict=True):
             # Who finished, or was preempted, after the plan was made has left this row.
             if seq.epoch == epoch:
@@ -316,12 +316,12 @@ class Scheduler:
         self.arrived([TransferReport(start.number, 0, True, "the transfer was never started")
                       for start in plan.transfers])
 
-    def _retire_step(self, lost: bool = False) -> list[Planned]:
+    def _retire_step(self, lost: bool = False, judged: list[int] | None = None) -> list[Planned]:
         plan, planned = self._in_flight.popleft()
         if self._pacer is not None:
             self._pacer.done()
         if self.speculator is not None:
-            self.speculator.done(lost)
+            self.speculator.done(lost, judged)
         try:
             self.cache.steps_done(plan.step)
         except InvariantError as error:
