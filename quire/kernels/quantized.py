@@ -34,8 +34,6 @@ class WeightUse(Enum):
     """An embedding or a head: rounded to 8 bits, whatever was asked for."""
     EXPERT = "expert"
     """As LAYER, of one of several experts, which a device may multiply as a group."""
-    GUESSES = "guesses"
-    """The rows of a vocabulary that a draft head chooses from: rounded to 4 bits, since a wrong guess is found out."""
     SHARED = "shared"
     """Keys and values that many query heads read: few weights, whose error is in all of those. Rounded to 8 bits."""
     EXACT = "exact"
@@ -52,6 +50,8 @@ class Rounding:
     """Columns that share a scale; 0: one scale per row."""
     zero_points: bool = False
     """Codes count from the least weight of a group instead of lying around zero."""
+    alike: bool = False
+    """To so many bits all of them, where otherwise some get more."""
     fp8: bool = False
     """Weights stored as floats become fp8 with a scale per row (a GPU)."""
 

@@ -28,6 +28,13 @@ class ChainStep(ctypes.Structure):
     )
 
 
+class RecordedPass(ctypes.Structure):
+    """`recorded_pass` of drafts.c."""
+
+    _fields_ = (("calls", ctypes.c_void_p), ("count", ctypes.c_int64), ("words", ctypes.c_void_p),
+                ("logits", ctypes.c_void_p))
+
+
 @dataclass(slots=True)
 class Guesses:
     """Tokens that follow one another, of several sequences."""
@@ -39,6 +46,17 @@ class Guesses:
     its logits are not finite."""
     passes: int = 0
     """That were run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What holds for all chains of a head."""
+
+    guessed: Tensor | None
+    """The tokens that its logits stand for; None: all."""
+    floor: float
+    """A chain ends before the token with which its chance, by the head's own account, falls below this."""
+    block_size: int
 
 
 class DraftKernels:

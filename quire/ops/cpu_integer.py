@@ -47,8 +47,6 @@ def bits_of(shape: tuple[int, int], adds: bool, asked: int, use: WeightUse) -> i
     ranks may share). Their width is what no rank has a part of: every number of ranks decides alike."""
     if use in (WeightUse.VOCABULARY, WeightUse.SHARED):
         return 8
-    if use is WeightUse.GUESSES:
-        return 4
     if asked != 4 or use is WeightUse.EXPERT or shape[0 if adds else 1] >= _NARROW:
         return asked
     return 8 if adds else 5
@@ -61,7 +59,7 @@ def round_to_codes(
     if use is WeightUse.EXACT or rounding.bits is None or not fits(weight.shape[1], slices):
         return None
     n, k = weight.shape
-    bits = bits_of((n, k), slices is not None, rounding.bits, use)
+    bits = rounding.bits if rounding.alike else bits_of((n, k), slices is not None, rounding.bits, use)
     group = group_of(k, slices, rounding)
     floats = weight.detach().to(torch.float32).contiguous()
     codes = torch.empty(n, k, dtype=torch.uint8)

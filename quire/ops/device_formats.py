@@ -61,7 +61,7 @@ class DeviceFormats:
         self, weight: Tensor | CodedWeight, slices: Slices | None, use: WeightUse
     ) -> CodedWeight | None:
         """The codes that are multiplied in place of a weight; None: floats are."""
-        if self._dtype == torch.float32 or use in (WeightUse.VOCABULARY, WeightUse.GUESSES, WeightUse.EXACT):
+        if self._dtype == torch.float32 or use in (WeightUse.VOCABULARY, WeightUse.EXACT):
             return None
         if use is WeightUse.EXPERT:
             return device_experts.quantized(weight, self._rounding)

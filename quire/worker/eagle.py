@@ -22,13 +22,41 @@ from quire.kernels.types import LayerCache, StepContext
 from quire.layers.stream import ResidualStream
 from quire.models.heads.head import DraftHead
 from quire.ops.cpu import CpuOps
-from quire.ops.cpu_drafts import Guesses
+from quire.ops.cpu_drafts import Chain, Guesses
 from quire.ops.cpu_step import CpuLayerCache
 from quire.scheduler.plan import PlanEntry
 from quire.worker.draft_models import DraftProgress
 from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
 from quire.worker.tree_inputs import Node, node_inputs
+
+_FEW = 8
+"""Tokens of one sequence for which a step's inputs lie ready."""
+
+
+class SingleStep:
+    """The inputs of steps of `count` tokens of one sequence, in memory that is used again: for one stream, making
+    tensors would take as long as a draft."""
+
+    def __init__(self, count: int, width: int) -> None:
+        self._ids, self._positions, self._slots = (np.zeros(count, np.int64) for _ in range(3))
+        self._length, self._blocks = np.zeros(1, np.int32), np.zeros((1, width), np.int32)
+        self.ids = torch.from_numpy(self._ids)
+        self.ctx = StepContext(
+            positions=torch.from_numpy(self._positions), query_start=torch.tensor([0, count], dtype=torch.int32),
+            context_len=torch.from_numpy(self._length), block_tables=(torch.from_numpy(self._blocks),),
+            slots=(torch.from_numpy(self._slots),),
+        )
+
+    def at(self, tokens: np.ndarray, blocks: np.ndarray, start: int, size: int, room: int) -> None:
+        """Tokens from `start` on, of a row of the request table; the table of blocks reaches `room` tokens further."""
+        end = start + len(self._ids)
+        self._ids[:] = tokens[start:end]
+        self._positions[:] = range(start, end)
+        self._slots[:] = [int(blocks[p // size]) * size + p % size for p in range(start, end)]
+        self._length[0] = end
+        last = -(-(end + room) // size)
+        self._blocks[0, :last] = blocks[:last]
 
 
 class EagleDrafts:
@@ -38,7 +66,11 @@ class EagleDrafts:
     def __init__(self, head: DraftHead, caches: Sequence[LayerCache], table: RequestTable, group: int,
                  num_blocks: int, num_host_blocks: int, ops: CpuOps, floor: float = 0.0) -> None:
         """`floor`: a chain ends before the token with which its chance, by the head's own account, falls below it."""
-        self._head, self._ops, self._floor = head, ops, floor
+        self._head, self._ops = head, ops
+        self._chain = Chain(head.guessed, floor, table.block_size)
+        width = table.tables[group].shape[1]
+        self._single = [SingleStep(max(1, count), width) for count in range(_FEW + 1)]
+        """By number of tokens; the first is for the passes of a chain after the first one."""
         self._cache, kept = caches
         if not isinstance(kept, CpuLayerCache):
             raise EngineError("a head's states were not allocated by the CPU's operations")
@@ -123,6 +155,10 @@ class EagleDrafts:
     def chains(self, passes: Sequence[PlanEntry], counts: Sequence[int]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in passes]
         chances = np.ones(len(passes), np.float32)
+        at_once = self._single_chain(passes[0], counts[0]) if len(passes) == 1 else None
+        if at_once is not None:
+            self._take([0], at_once, counts, found, chances)
+            return found
         live = self._take(range(len(passes)), self._ops.guess(self._pass(passes), self._head.guessed), counts, found,
                           chances)
         while live:
@@ -130,6 +166,22 @@ class EagleDrafts:
             live = self._take(live, self._go_on([passes[i] for i in live], [found[i] for i in live], chances[live],
                                                 steps), counts, found, chances)
         return found
+
+    def _single_chain(self, one: PlanEntry, count: int) -> Guesses | None:
+        """The whole chain of one sequence in one call; None where its passes are not recorded yet."""
+        if self._recorder is None or one.num_tokens > _FEW:
+            return None
+        tokens, blocks = self._table.tokens[one.row], self._table.tables[self._group][one.row]
+        first, chain, size = self._single[one.num_tokens], self._single[0], self._table.block_size
+        first.at(tokens, blocks, one.start, size, 0)
+        chain.at(tokens, blocks, one.start + one.num_tokens - 1, size, count - 1)
+        guesses = Guesses(np.empty((count, 1), np.int64), np.ones((count + 1, 1), np.float32))
+        if not self._recorder.run_chain(chain.ids, chain.ctx, self._caches, guesses, self._chain,
+                                        (first.ids, first.ctx)):
+            return None
+        self._progress.computed(one)
+        self._drafting[one.row] = one.start + one.num_tokens - 1
+        return guesses
 
     def _take(self, going: Sequence[int], guesses: Guesses, counts: Sequence[int], found: list[list[int]],
               chances: np.ndarray) -> list[int]:
@@ -140,7 +192,7 @@ class EagleDrafts:
                 if i not in live:
                     continue
                 chances[i] = likely[place]
-                if likely[place] < self._floor:
+                if likely[place] < self._chain.floor:
                     live.remove(i)
                     continue
                 found[i].append(int(tokens[place]))
@@ -164,8 +216,7 @@ class EagleDrafts:
         )
         guesses = Guesses(np.empty((steps, count), np.int64), np.empty((steps + 1, count), np.float32))
         guesses.chances[0] = chances
-        if self._recorder is not None and self._recorder.run_chain(count, ids, ctx, self._caches, guesses,
-                                                                   self._head.guessed, self._floor, size):
+        if self._recorder is not None and self._recorder.run_chain(ids, ctx, self._caches, guesses, self._chain):
             return guesses
         one = self._ops.guess(self._guess_after(ids, ctx), self._head.guessed)
         one.chances[1] = np.where(one.chances[1] < 0.0, -1.0, one.chances[1] * chances)

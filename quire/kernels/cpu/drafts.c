@@ -109,18 +109,27 @@ static void advance(const chain_step *step, const int64_t *tokens) {
     }
 }
 
-/* Run a recorded step up to `passes` times; each time its logits [seqs, width] give every sequence the next token.
- * `chances` [passes + 1, seqs] begin with those of the chains so far, and become those of the chains with each token; when
+/* A recorded step, its context, and where it leaves its logits. */
+typedef struct {
+    const recorded_call *calls;
+    int64_t count;
+    const int64_t *words;
+    const float *logits;
+} recorded_pass;
+
+/* Run a recorded step up to `passes` times; each time its logits [seqs, width] give every sequence the next token. The
+ * first time it may be another step, `first` (else NULL), and then `step` stands at the token before. `chances` [passes + 1, seqs] begin with those of the chains so far, and become those of the chains with each token; when
  * all have fallen below `floor`, nothing more is run. Returns the passes that were run; if a call of them found something
  * wrong, less than 0, and *failed says which it was. */
-EXPORT int64_t quire_draft_chain(const recorded_call *calls, int64_t count, const int64_t *words, int64_t *failed,
-                                 const chain_step *step, const float *logits, int64_t width, const int64_t *ids,
-                                 int64_t *tokens, float *chances, int64_t passes, float floor) {
+EXPORT int64_t quire_draft_chain(const recorded_pass *first, const recorded_pass *next, int64_t *failed,
+                                 const chain_step *step, int64_t width, const int64_t *ids, int64_t *tokens, float *chances,
+                                 int64_t passes, float floor) {
     int64_t seqs = step->seqs;
     for (int64_t pass = 1; pass <= passes; pass++, tokens += seqs) {
-        if (quire_replay(calls, count, words, failed)) return -pass;
+        const recorded_pass *now = pass == 1 && first ? first : next;
+        if (quire_replay(now->calls, now->count, now->words, failed)) return -pass;
         float *mine = chances + pass * seqs;
-        quire_guess(logits, seqs, width, ids, tokens, mine);
+        quire_guess(now->logits, seqs, width, ids, tokens, mine);
         int going = 0;
         for (int64_t s = 0; s < seqs; s++) {
             float before = mine[s - seqs];

@@ -74,7 +74,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_keep_rows": (None, [_P] * 3 + [_I, _I]),
     "quire_keep_last": (None, [_P] * 4 + [_I, _I, _P]),
     "quire_guess": (None, [_P, _I, _I, _P, _P, _P]),
-    "quire_draft_chain": (_I, [_P, _I, _P, _P, _P, _P, _I, _P, _P, _P, _I, _F]),
+    "quire_draft_chain": (_I, [_P] * 4 + [_I] + [_P] * 3 + [_I, _F]),
     "quire_ring_write": (_U, [_P, _I, _U, _P, _U, _N]),
     "quire_ring_wake": (None, [_P]),
     "quire_ring_yield": (None, []),

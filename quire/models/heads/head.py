@@ -70,7 +70,7 @@ class DraftHead:
             rows = self._ops.embed(guessed, self._target.head.packed)
             narrow = rows if rows.element_size() == 2 else rows.to(torch.bfloat16)
             for part in (rows, narrow):
-                self.head = Linear(self._ops, ("",), False, self._dtype, use=WeightUse.GUESSES)
+                self.head = Linear(self._ops, ("",), False, self._dtype, use=WeightUse.VOCABULARY)
                 self.head.receive("", "weight", part)
                 if self.head.packed.nbytes <= 2 * rows.numel():
                     break
