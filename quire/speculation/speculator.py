@@ -343,6 +343,8 @@ class DeviceSpeculator(Speculator):
         """Seconds that one more draft takes, by number of sequences: a model's, as the target's steps are."""
         self._odds = PositionOdds(most)
         self._cuts = cuts
+        self._tried = most if cuts else 1
+        """Drafts of a try: where the model finds out itself how many are worth it, as many as it would be asked for."""
         self._offered = PositionOdds(most, prior=0.8)
         """Whether there is a draft at a place, given that there was one before it."""
         self._tree_odds = PositionOdds(most, better_than=self._odds)
@@ -368,7 +370,7 @@ class DeviceSpeculator(Speculator):
             count, shape = self._best(sequences, num_decoding, count, shape) if sequences else (0, None)
             if not count and cheap and self._probes(cheap, num_decoding):
                 # One of them is enough to find out.
-                sequences, count, shape = [min(cheap, key=self._lacks)], 1, None
+                sequences, count, shape = [min(cheap, key=self._lacks)], self._tried, None
         self._chosen = count
         self._behind = 0
         found = {}
@@ -417,6 +419,8 @@ class DeviceSpeculator(Speculator):
         tokens = float(num_decoding)
         for count in range(1, most + 1):
             tokens += sum(chain[count - 1] for chain in chains)
+            if self._cuts and count < most:
+                continue  # the model itself finds out how many are worth it
             rate = tokens / (self._seconds(num_decoding, len(sequences), count) + catching_up)
             if rate > best_rate:
                 best, best_rate = count, rate
@@ -437,7 +441,7 @@ class DeviceSpeculator(Speculator):
         """Is it time to try whether drafts have begun to pay?"""
         if self._since_plain:
             return False
-        extra = self._seconds(num_decoding, 1, 1) - self.times.estimate(num_decoding)
+        extra = self._seconds(num_decoding, 1, self._tried) - self.times.estimate(num_decoding)
         extra += self._catching_up([min(sequences, key=self._lacks)])
         self._next_probe = self._patience * extra / _PROBE_SHARE
         if self._plain_seconds < self._next_probe:
@@ -454,7 +458,13 @@ class DeviceSpeculator(Speculator):
             # A chain that ends early costs the pass that found it out, and all go on as long as one of them does.
             chances = self._offered.chain(count)
             rows, passes = sum(chances), 1.0 + sum(1.0 - (1.0 - each) ** num_drafting for each in chances[:-1])
+            passes = self.pass_shares(passes)
         return self.times.estimate(num_decoding + num_drafting * rows) + passes * drafting
+
+    def pass_shares(self, passes: float) -> float:
+        """What so many passes cost, in passes: where the model does not wait for the host between them, the first one,
+        with what the host does for all of them, costs about as much as two."""
+        return passes + 1.0 if self._cuts else passes
 
     def _follow(self, seq: Sequence) -> PositionOdds:
         found = self._followed.get(seq)
@@ -481,7 +491,7 @@ class DeviceSpeculator(Speculator):
     def _correct(self, load: Load, judged: list[int]) -> None:
         offered = [(asked, there) for asked, there in zip(load.asked, judged, strict=True) if asked]
         load.tokens -= sum(asked - there for asked, there in offered)
-        load.passes = max(min(asked, there + 1) for asked, there in offered)
+        load.passes = self.pass_shares(max(min(asked, there + 1) for asked, there in offered))
         if not load.behind:
             for asked, there in offered:
                 self._offered.add([True] * there + [False] * (there < asked))

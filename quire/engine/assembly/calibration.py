@@ -76,7 +76,8 @@ def measure_step_times(speculator: Speculator, executor: Executor, config: Engin
             # The model may have fewer drafts to offer, and then has looked once more.
             there = executor.submit(step).result().entries[0].num_drafts
             drafting = _fastest(executor, step) - speculator.times.estimate(1 + there)
-            speculator.drafting.observe(1, max(1e-9, drafting / min(count, there + 1)))
+            passes = speculator.pass_shares(min(count, there + 1))
+            speculator.drafting.observe(1, max(1e-9, drafting / passes))
     executor.submit(StepPlan(0, freed_rows=[0])).result()
 
 
