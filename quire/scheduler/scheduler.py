@@ -64,7 +64,6 @@ class Scheduler:
         self.preemption = Preemption(cache) if preemption is None else preemption
         self.stats = SchedulerStats()
         self.waiting = FCFSQueue() if queue is None else queue
-        self.speculator = speculator
         self._roster = Roster(cache, self.waiting, self.preemption, self.stats, limits.max_num_seqs)
         self.running, self.compiling = self._roster.running, self._roster.compiling
         self.arriving = self._roster.arriving
@@ -86,6 +85,15 @@ class Scheduler:
         self._in_flight: deque[tuple[StepPlan, list[Planned]]] = deque()
         self._num_added = 0
         self._steps = 0
+
+    @property
+    def speculator(self) -> Speculator | None:
+        return self._state.speculator
+
+    @speculator.setter
+    def speculator(self, speculator: Speculator | None) -> None:
+        """Between requests: None ends drafts."""
+        self._state.speculator = speculator
 
     # ---- requests come and go
 

@@ -189,6 +189,15 @@ def test_drafts_that_were_measured_for_one_stream_pay_for_eight_too(first: float
     assert speedup(texts, cost, speculator, depth=2, draft_cost=0.0003, draft_hits=0.7, sizes=sizes) > 1.4
 
 
+def test_without_a_speculator_there_are_no_drafts() -> None:
+    """As in the bench's control: an engine whose drafts are switched off."""
+    speculator = LookupSpeculator(NgramSource(1), 8)
+    stream = Stream([repeating()], memory_bound, speculator)
+    stream.scheduler.speculator = None
+    stream.run()
+    assert stream.steps == len(repeating()) - 8 and speculator.stats.decode_steps == 0
+
+
 def test_a_model_that_cuts_its_chains_is_asked_for_all_that_it_is_sure_of() -> None:
     """Half of the drafts would be right: where every one is judged that does not pay, where the head offers mostly those
     it does, though a step of five tokens takes as long as two of one."""
