@@ -94,7 +94,8 @@ class PositionOdds:
 
     def __init__(self, most: int, engine: PositionOdds | None = None, better_than: PositionOdds | None = None,
                  prior: float = 0.6) -> None:
-        """`prior`: what is believed before anything was tried. `better_than`: the odds of one draft at a place, where these are those of several alternatives; they are
+        """`prior`: what is believed before anything was tried.
+        `better_than`: the odds of one draft at a place, where these are those of several alternatives; they are
         believed to hit that share `_ALTERNATIVES` of what it misses, until they have been tried."""
         self._own = [Odds() for _ in range(most)]
         self._all = engine

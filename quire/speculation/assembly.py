@@ -15,8 +15,8 @@ def build_speculator(options: SpeculationOptions | None, draft_rows: int = 0) ->
         raise ConfigError(f"speculative_config tree of method {options.method!r} is not drafted on a GPU: leave tree "
                           "out for chains, use method 'ngram' or 'suffix', or device='cpu'", field="speculative_config")
     if options is not None and options.min_draft_probability is not None and draft_rows:
-        raise ConfigError("speculative_config min_draft_probability is for device='cpu': on a GPU nobody waits to see how "
-                          "likely a draft is", field="speculative_config")
+        raise ConfigError("speculative_config min_draft_probability is for device='cpu': on a GPU nobody waits to see "
+                          "how likely a draft is", field="speculative_config")
     speculator = None if options is None else _speculator(options, cuts=options.chain_floor > 0.0 and not draft_rows)
     if speculator is not None and draft_rows:
         speculator.most_in_step = draft_rows

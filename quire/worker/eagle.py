@@ -1,12 +1,12 @@
 """Drafts of a head that reads the target's hidden states, on a CPU.
 
 A slot holds the head's key and value of (token p, hidden state p - 1), and what the head reads of the target's hidden
-state p. So a block is a function of its tokens, as the target's KV is; whatever happens to a block happens to all three.
-What the head has not computed it catches up with, like a draft model, from the hidden states that lie there.
+state p. So a block is a function of its tokens, as the target's KV is; whatever happens to a block happens to all
+three. What the head has not computed it catches up with, like a draft model, from the hidden states that lie there.
 
 While a step is drafted, slots of tokens that the target has not computed yet hold the head's guesses at their hidden
-states: so each pass finds what it reads in the slot before, whoever wrote it. The target, which judges the drafts in the
-same step, writes over them.
+states: so each pass finds what it reads in the slot before, whoever wrote it. The target, which judges the drafts in
+the same step, writes over them.
 """
 
 from __future__ import annotations

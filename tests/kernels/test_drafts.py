@@ -1,4 +1,4 @@
-"""What a draft head does beside its layer, against plain torch: states by slot, the likeliest tokens, recorded chains."""
+"""What a draft head does beside its layer, against plain torch: states by slot, likeliest tokens, recorded chains."""
 
 from __future__ import annotations
 
@@ -119,7 +119,6 @@ class Toy:
 def test_a_chain_in_one_call_is_the_chain_step_by_step(variant_ops, randn, starts):
     toy, passes = Toy(variant_ops, randn), 5
     ids = [7, 1, 30][: len(starts)]
-    ctx, _ = a_step(starts, [1] * len(starts))
 
     def chain(floor: float) -> Guesses | None:
         ctx, _ = a_step(starts, [1] * len(starts))

@@ -35,9 +35,10 @@ class Stream:
 
     def __init__(self, texts: list[list[int]], cost: Cost, speculator: Speculator | None, draft_cost: float = 0.0,
                  draft_hits: float = 0.0, depth: int = 1, host: float = 0.0, behind_cost: float = 0.0,
-                 prompt: int = 8, tree_hits: float = 0.0, sure: float = 1.0, sizes: tuple[int, ...] = (1, 2, 3, 5, 9, 16, 32, 64)) -> None:
-        """`sizes`: those that were measured beforehand. `sure`: how often a model that cuts its chains offers a draft; it
-        knows which are right, and offers some others too."""
+                 prompt: int = 8, tree_hits: float = 0.0, sure: float = 1.0,
+                 sizes: tuple[int, ...] = (1, 2, 3, 5, 9, 16, 32, 64)) -> None:
+        """`sizes`: those that were measured beforehand. `sure`: how often a model that cuts its chains offers a draft
+        that is not right; it offers all that are."""
         self._sure = sure
         self._tree_hits = tree_hits
         self._depth, self._host, self._behind_cost, self._prompt = depth, host, behind_cost, prompt
@@ -199,8 +200,8 @@ def test_without_a_speculator_there_are_no_drafts() -> None:
 
 
 def test_a_model_that_cuts_its_chains_is_asked_for_all_that_it_is_sure_of() -> None:
-    """Half of the drafts would be right: where every one is judged that does not pay, where the head offers mostly those
-    it does, though a step of five tokens takes as long as two of one."""
+    """Half of the drafts would be right: where every one is judged that hardly pays, where the head offers mostly those
+    it does, though a step of five tokens takes nearly as long as two of one."""
     def cost(tokens: int) -> float:
         return 0.008 + 0.002 * tokens
 
