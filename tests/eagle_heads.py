@@ -83,20 +83,28 @@ class PlainHead:
 
     def drafts(self, tokens: Sequence[int], features: Tensor, count: int) -> list[int]:
         """What follows `tokens`, of all but the last of which the target's features are known."""
+        return self.chain(tokens, features, count)[0]
+
+    def chain(self, tokens: Sequence[int], features: Tensor, count: int) -> tuple[list[int], list[float]]:
+        """The same, and how likely each beginning of it is."""
         text, known, found = list(tokens), torch.cat((torch.zeros(1, 48).double(), features[: len(tokens) - 1])), []
+        chances: list[float] = []
         for _ in range(count):
             out = self._layer(self._embed[torch.tensor(text)], known)[-1:]
             if self._two_streams:
                 shift = self._weights["d2t"].long()
                 guessed = torch.arange(len(shift)) + shift
                 rows = self._weights.get("lm_head.weight", self._target_head[guessed].bfloat16().double())
-                token = int(guessed[int((self._norm("norm", out) @ rows.T).argmax())])
+                logits = (self._norm("norm", out) @ rows.T)[0]
+                token = int(guessed[int(logits.argmax())])
             else:
-                token = int((out @ self._target_head.T).argmax())
+                logits = (out @ self._target_head.T)[0]
+                token = int(logits.argmax())
+            chances.append(float(logits.softmax(0).max()) * (chances[-1] if chances else 1.0))
             found.append(token)
             text.append(token)
             known = torch.cat((known, out))
-        return found
+        return found, chances
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * self._weights[f"{name}.weight"]

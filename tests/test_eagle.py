@@ -157,6 +157,38 @@ def test_hidden_states_come_out_of_recorded_steps(target: Path) -> None:
     assert recorder.replayed > 20 and not recorder.refused
 
 
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_chain_ends_where_the_head_is_unsure(target: Path, kind: str, together: int) -> None:
+    """By the reference's own probabilities; for one stream and for several, whose chains are of different lengths. The
+    tokens are those without drafts, and the passes of the head are recorded."""
+    prompts, floor = [prompt[:20] for prompt in PROMPTS[:3]], 4e-4
+    greedy = [SamplingParams(temperature=0.0, max_tokens=24 + i, ignore_eos=True) for i in range(3)]
+    options = eagle(target / kind, min_draft_probability=floor)
+    with LLM(str(target), skip_tokenizer_init=True, num_threads=1, block_size=4) as llm:
+        wanted = [one.outputs[0].token_ids for one in llm.generate(prompts, greedy, use_tqdm=False)]
+    with LLM(str(target), skip_tokenizer_init=True, num_threads=1, block_size=4, **options) as llm:
+        seen, found = drafts_of(llm), []
+        for at in range(0, 3, together):
+            found += llm.generate(prompts[at : at + together], greedy[at : at + together], use_tqdm=False)
+        recorder = llm._core.executor._worker._runner.drafter.model._recorder  # type: ignore[attr-defined]
+    assert [one.outputs[0].token_ids for one in found] == wanted
+    assert recorder.replayed > 20 and not recorder.refused
+    head, lengths = PlainHead(target / kind, target), set()
+    texts = [p + list(tokens) for p, tokens in zip(prompts, wanted, strict=True)]
+    features = [head.features(target_states(target, text)) for text in texts]
+    for text, drafts in seen.items():
+        whole, known = next((each, states) for each, states in zip(texts, features, strict=True)
+                            if tuple(each[: len(text)]) == text)
+        full, chances = head.chain(text, known, K)
+        left = len(whole) - len(text) - 1
+        sure = next((i for i, chance in enumerate(chances) if chance < floor), K)
+        if all(abs(chance / floor - 1.0) > 1e-3 for chance in chances):
+            assert list(drafts) == full[: min(sure, left)]
+            lengths.add(len(drafts))
+    assert len(lengths) > 1
+
+
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_siblings_draft_from_their_common_prompt(target: Path, kind: str) -> None:
     """n > 1: tokens are the same, and each sibling's drafts are those of its own text."""

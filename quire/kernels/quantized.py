@@ -50,6 +50,8 @@ class Rounding:
     """Columns that share a scale; 0: one scale per row."""
     zero_points: bool = False
     """Codes count from the least weight of a group instead of lying around zero."""
+    alike: bool = False
+    """To so many bits all of them, where otherwise some get more."""
     fp8: bool = False
     """Weights stored as floats become fp8 with a scale per row (a GPU)."""
 

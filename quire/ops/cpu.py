@@ -24,6 +24,7 @@ from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 from quire.ops import cpu_integer
 from quire.ops.cpu_copies import copy_blocks, copy_slots
+from quire.ops.cpu_drafts import DraftKernels
 from quire.ops.cpu_panels import PanelGroup, PanelLinear, described
 from quire.ops.cpu_step import (
     F32,
@@ -53,7 +54,7 @@ _ROWS_AT_ONCE = 2048  # of a weight that is packed from another type: whole pane
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 
-class CpuOps(Ops):
+class CpuOps(DraftKernels, Ops):
     """Compiled implementation of `quire.ops.interface.Ops` in fp32; any number of threads gives the same bits.
 
     One object serves one engine; several may live in a process and share the library's threads.

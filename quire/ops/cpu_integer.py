@@ -59,7 +59,7 @@ def round_to_codes(
     if use is WeightUse.EXACT or rounding.bits is None or not fits(weight.shape[1], slices):
         return None
     n, k = weight.shape
-    bits = bits_of((n, k), slices is not None, rounding.bits, use)
+    bits = rounding.bits if rounding.alike else bits_of((n, k), slices is not None, rounding.bits, use)
     group = group_of(k, slices, rounding)
     floats = weight.detach().to(torch.float32).contiguous()
     codes = torch.empty(n, k, dtype=torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +15,7 @@ from torch import Tensor
 from quire.attention.backend import AttentionBackend
 from quire.errors import EngineError
 from quire.kernels.expert_rows import ExpertRanges, ExpertRows
-from quire.kernels.quantized import CodedWeight, StoredWeight, WeightUse
+from quire.kernels.quantized import CodedWeight, Rounding, StoredWeight, WeightUse
 from quire.kernels.routing import Clamp, RoutedRows
 from quire.kernels.slices import RankTree, Slices
 from quire.kernels.types import HeadShape, LayerCache, StepContext
@@ -102,6 +103,11 @@ class Ops(AttentionBackend):
     ) -> CodedWeight | None:
         """The codes that this device multiplies with in place of a weight; None: it multiplies floats."""
         return None
+
+    def rounding_to(self, rounding: Rounding) -> AbstractContextManager[None]:
+        """Inside, `quantized` rounds as this says, where the device multiplies integers: for weights whose exactness no
+        token depends on."""
+        return nullcontext()
 
     def pack_quantized(
         self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None,
@@ -216,6 +222,10 @@ class Ops(AttentionBackend):
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """[M, N] + [M, N], into memory of its own."""
         return x + y
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        """[M, sum of widths]: rows side by side."""
+        return torch.cat(tuple(parts), 1)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x times a float32 factor, into memory of its own."""

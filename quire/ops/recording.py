@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.errors import EngineError
 from quire.kernels.types import LayerCache, StepContext
+from quire.ops.cpu_drafts import Chain, ChainStep, Guesses, RecordedPass, check_ids
 from quire.ops.cpu_step import RESULTS, ZERO, StepNumber, read_step
 from quire.parallel.collectives import KernelGroup
 
@@ -44,6 +45,8 @@ GROUP_KERNELS = ("quire_group_linear", "quire_group_embed")
 """Those that wait for other ranks: what they return is for `KernelGroup.check`."""
 MOST_TOKENS = 64
 """Steps of more tokens are not recorded."""
+_OFTEN_SEEN, _FIRST_TIMES = 8, 3
+"""Of steps of more tokens than that so many are run before one is recorded."""
 _MOST_BYTES = 64 << 20
 """Nor those whose intermediate results take more: while a step is recorded they are all kept."""
 _MOST_WORDS = 24  # MOST_WORDS of recorded.c
@@ -175,6 +178,7 @@ class StepRecorder:
         self._failed = ctypes.c_int64()
         self._caches: list[LayerCache] = []
         self._steps: dict[Hashable, RecordedStep] = {}
+        self._seen: dict[Hashable, int] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.replayed = 0
         """Steps that were run from a list."""
@@ -199,17 +203,67 @@ class StepRecorder:
         tokens = ids.shape[0]
         if not 0 < tokens <= MOST_TOKENS or ids.dtype not in _INPUTS or not ids.is_contiguous():
             return forward()
-        if len(caches) != len(self._caches) or not all(map(is_, caches, self._caches)):
-            self._caches = list(caches)
-            self._steps.clear()
-            self.refused.clear()
+        self._look_at(caches)
         key: tuple[Hashable, ...] = (variant, tokens) if ctx.detours is None else (variant, tokens, "detours")
         known = self._steps.get(key)
         if known is not None and known.confirmed:
             return self._replay(known, ids, ctx, forward)
-        if key in self.refused:
+        if key in self.refused or (tokens > _OFTEN_SEEN and self._first_times(key)):
             return forward()
         return self._record(key, known, ids, ctx, forward)
+
+    def _first_times(self, key: Hashable) -> bool:
+        """Recording takes longer than running. Steps of many tokens are mostly prompts, whose lengths seldom come
+        again: they are recorded when they have."""
+        self._seen[key] = self._seen.get(key, 0) + 1
+        return self._seen[key] <= _FIRST_TIMES
+
+    def run_chain(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], guesses: Guesses, chain: Chain,
+                  first: tuple[Tensor, StepContext] | None = None) -> bool:
+        """Run a step of one token of each sequence again and again, each time with the likeliest tokens by its second
+        result, logits. `guesses` has room for them, and the chances of the chains so far. `ids` and `ctx` are changed.
+        `first`: the first time it is this step, of more tokens, and then `ctx` stands at the last of them. Steps have
+        the number of sequences for a variant. False: they are not recorded yet, and nothing was run."""
+        self._look_at(caches)
+        seqs = ids.shape[0]
+        inputs = [(ids, ctx)] if first is None else [first, (ids, ctx)]
+        steps = [self._steps.get((seqs, each.shape[0])) for each, _ in inputs]
+        if any(step is None or not step.confirmed for step in steps):
+            return False
+        known = [step for step in steps if step is not None]
+        for step in known:
+            self._make_room(step)
+        contexts = [read_step(each) for _, each in inputs]
+        width, context = known[0].outs[1][1][1], contexts[-1]
+        check_ids(chain.guessed, width)
+        if not context.tokens == context.seqs == contexts[0].seqs == guesses.tokens.shape[1]:
+            raise EngineError(f"a chain of {guesses.tokens.shape[1]} sequences is not a step of {context.tokens}")
+        passes, held = [], []
+        for step, (tokens, _), each in zip(known, inputs, contexts, strict=True):
+            words = each.words(self._memory.data_ptr(), tokens.data_ptr())
+            held.append((ctypes.c_int64 * len(words))(*words))
+            assert step.encoded is not None
+            passes.append(RecordedPass(step.address, len(step.encoded), ctypes.addressof(held[-1]),
+                                       self._memory.data_ptr() + step.outs[1][0]))
+        at = ChainStep(ids.data_ptr(), context.positions, context.slots[0], context.context_len, context.tables[0],
+                       context.strides[0], seqs, chain.block_size)
+        guesses.passes = self._ops.library.quire_draft_chain(
+            None if first is None else ctypes.byref(passes[0]), ctypes.byref(passes[-1]), ctypes.byref(self._failed),
+            ctypes.byref(at), width, None if chain.guessed is None else chain.guessed.data_ptr(),
+            guesses.tokens.ctypes.data, guesses.chances.ctypes.data, len(guesses.tokens), chain.floor,
+        )  # fmt: skip
+        if guesses.passes < 0:
+            step = known[0 if guesses.passes == -1 else -1]
+            raise EngineError(f"{step.calls[self._failed.value][0]} refused a recorded step of a draft")
+        self.replayed += guesses.passes
+        return True
+
+    def _look_at(self, caches: Sequence[LayerCache]) -> None:
+        """With others than before, everything is recorded again."""
+        if len(caches) != len(self._caches) or not all(map(is_, caches, self._caches)):
+            self._caches = list(caches)
+            self._steps.clear()
+            self.refused.clear()
 
     def _record(self, key: Hashable, before: RecordedStep | None, ids: Tensor, ctx: StepContext,
                 forward: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -269,10 +323,7 @@ class StepRecorder:
         context = read_step(ctx)
         if context.tokens != step.outs[0][1][0]:
             return forward()  # which says what is wrong
-        if step.results_bytes > self._memory.nbytes:
-            self._memory = torch.empty(step.results_bytes, dtype=torch.uint8)
-            for each in self._steps.values():
-                each.results = None
+        self._make_room(step)
         words = context.words(self._memory.data_ptr(), ids.data_ptr())
         assert step.encoded is not None
         state = self._ops.library.quire_replay(step.address, len(step.encoded), (ctypes.c_int64 * len(words))(*words),
@@ -284,6 +335,12 @@ class StepRecorder:
             step.results = tuple(self._memory[offset : offset + 4 * rows * width].view(torch.float32).view(rows, width)
                                  for offset, (rows, width) in step.outs)
         return step.results
+
+    def _make_room(self, step: RecordedStep) -> None:
+        if step.results_bytes > self._memory.nbytes:
+            self._memory = torch.empty(step.results_bytes, dtype=torch.uint8)
+            for each in self._steps.values():
+                each.results = None
 
     def _failed_replay(self, step: RecordedStep, state: int, forward: Callable[[], tuple[Tensor, ...]]
                        ) -> tuple[Tensor, ...]:

@@ -222,6 +222,11 @@ class SamplingBatch:
         )
 
 
+def likeliest_alone(row: SamplingRow) -> bool:
+    """Nothing but the likeliest token of the model's own logits will be drawn."""
+    return (row.params.greedy or row.params.top_k == 1) and not _needs_edits(row)
+
+
 def _needs_edits(row: SamplingRow) -> bool:
     return (
         row.allowed is not None

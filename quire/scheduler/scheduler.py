@@ -64,7 +64,6 @@ class Scheduler:
         self.preemption = Preemption(cache) if preemption is None else preemption
         self.stats = SchedulerStats()
         self.waiting = FCFSQueue() if queue is None else queue
-        self.speculator = speculator
         self._roster = Roster(cache, self.waiting, self.preemption, self.stats, limits.max_num_seqs)
         self.running, self.compiling = self._roster.running, self._roster.compiling
         self.arriving = self._roster.arriving
@@ -86,6 +85,15 @@ class Scheduler:
         self._in_flight: deque[tuple[StepPlan, list[Planned]]] = deque()
         self._num_added = 0
         self._steps = 0
+
+    @property
+    def speculator(self) -> Speculator | None:
+        return self._state.speculator
+
+    @speculator.setter
+    def speculator(self, speculator: Speculator | None) -> None:
+        """Between requests: None ends drafts."""
+        self._state.speculator = speculator
 
     # ---- requests come and go
 
@@ -289,7 +297,7 @@ class Scheduler:
             error = InvariantError(f"result of step {result.step} came when step {plan.step} was due")
             self.fail_step(self._endings.note_broken(error))
             return
-        self._retire_step()
+        self._retire_step(judged=[each.num_drafts for each in result.entries])
         for (seq, entry, epoch), entry_result in zip(planned, result.entries, strict=True):
             # Who finished, or was preempted, after the plan was made has left this row.
             if seq.epoch == epoch:
@@ -316,12 +324,12 @@ class Scheduler:
         self.arrived([TransferReport(start.number, 0, True, "the transfer was never started")
                       for start in plan.transfers])
 
-    def _retire_step(self, lost: bool = False) -> list[Planned]:
+    def _retire_step(self, lost: bool = False, judged: list[int] | None = None) -> list[Planned]:
         plan, planned = self._in_flight.popleft()
         if self._pacer is not None:
             self._pacer.done()
         if self.speculator is not None:
-            self.speculator.done(lost)
+            self.speculator.done(lost, judged)
         try:
             self.cache.steps_done(plan.step)
         except InvariantError as error:

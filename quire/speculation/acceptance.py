@@ -88,17 +88,19 @@ class EvidenceOdds:
 class PositionOdds:
     """Acceptance by place in the draft, given that all before it were accepted: for drafts of a model."""
 
-    __slots__ = ("_all", "_better_than", "_own")
+    __slots__ = ("_all", "_better_than", "_own", "_prior")
 
-    _PRIOR = 0.6
     _ALTERNATIVES = 0.3
 
-    def __init__(self, most: int, engine: PositionOdds | None = None, better_than: PositionOdds | None = None) -> None:
-        """`better_than`: the odds of one draft at a place, where these are those of several alternatives; they are
+    def __init__(self, most: int, engine: PositionOdds | None = None, better_than: PositionOdds | None = None,
+                 prior: float = 0.6) -> None:
+        """`prior`: what is believed before anything was tried.
+        `better_than`: the odds of one draft at a place, where these are those of several alternatives; they are
         believed to hit that share `_ALTERNATIVES` of what it misses, until they have been tried."""
         self._own = [Odds() for _ in range(most)]
         self._all = engine
         self._better_than = better_than
+        self._prior = prior
 
     @property
     def tries(self) -> float:
@@ -117,10 +119,11 @@ class PositionOdds:
             one = self._better_than._estimate(place)
             prior = one + self._ALTERNATIVES * (1.0 - one)
         else:
-            prior = self._PRIOR if self._all is None else self._all._estimate(place)
+            prior = self._prior if self._all is None else self._all._estimate(place)
         return self._own[place].estimate(prior)
 
     def chain(self, count: int) -> list[float]:
+        """Chances that the first 1, 2, … `count` all hit."""
         chances, all_of_them = [], 1.0
         for place in range(count):
             all_of_them *= self._estimate(place)

@@ -59,14 +59,14 @@ class StepCosts:
         """A step that was not of these sizes alone took `ratio` times what was believed: so, perhaps, will others."""
         self._factor *= min(max(ratio, 1 / _OUTLIER), _OUTLIER) ** _FOLLOW_MACHINE
 
-    def estimate(self, size: int) -> float:
-        """Seconds of a step of `size` tokens; 0 before anything was measured."""
+    def estimate(self, size: float) -> float:
+        """Seconds of a step of `size` tokens, on average; 0 before anything was measured."""
         sizes, shape = self._sizes, self._shape
         if not sizes:
             return 0.0
         place = bisect_left(sizes, size)
         if place < len(sizes) and sizes[place] == size:
-            return self._factor * shape[size]
+            return self._factor * shape[sizes[place]]
         if place == 0:
             return self._factor * shape[sizes[0]]
         low = sizes[place - 1]

@@ -20,6 +20,8 @@ _CHOICES = {
 }
 _HABITS: dict[str, dict[str, Any]] = {EAGLE: {"num_speculative_tokens": 4}, MTP: {"num_speculative_tokens": 2}}
 """Defaults of a method that differ from those of the fields: a head guesses well only as far as it was trained to."""
+_USUAL_FLOOR = 0.05
+"""Of a chain: heads are less sure than they should be of what the target takes for likeliest."""
 _FIELD = "speculative_config"
 _TREE_WIDTH = 4
 _MOST_NODES = 64
@@ -51,6 +53,9 @@ class SpeculationOptions:
     tree: TreeShape | None = None
     """Several alternatives at a place: at most `width` children of a node, `depth` drafts one after the other, `nodes`
     in all. By default a width of 4, a depth of num_speculative_tokens, and twice as many nodes."""
+    min_draft_probability: float | None = field(default=None, metadata=_only(EAGLE, MTP))
+    """A chain of likeliest tokens ends where its probability, by the head's own account, falls below this; 0: never. By
+    default that is what pays on a CPU (`adaptive`), and 0 where all drafts are taken. For device cpu."""
     skipped_layers: tuple[int, ...] | None = field(default=None, metadata=_only(SKIP_LAYERS))
     """Layers of the target that its draft leaves out; by default every second of the middle ones."""
 
@@ -68,6 +73,12 @@ class SpeculationOptions:
     def own_kv(self) -> bool:
         """Whoever makes the drafts has KV of its own."""
         return self.method == DRAFT_MODEL or self.reads_states
+
+    @property
+    def chain_floor(self) -> float:
+        if self.min_draft_probability is not None:
+            return self.min_draft_probability
+        return _USUAL_FLOOR if self.adaptive and self.reads_states else 0.0
 
     @property
     def most_drafts(self) -> int:
@@ -113,6 +124,9 @@ class SpeculationOptions:
             raise _refused("method 'draft_model' needs a model: its alias, path or hub id")
         if self.model is not None and (not isinstance(self.model, str) or not self.model):
             raise _refused(f"model must be an alias, path or hub id, not {self.model!r:.80}")
+        floor = self.min_draft_probability
+        if floor is not None and (type(floor) not in (int, float) or not 0.0 <= floor <= 1.0):
+            raise _refused(f"min_draft_probability must be a number between 0 and 1, not {floor!r:.80}")
         layers = self.skipped_layers
         if layers is not None and (not isinstance(layers, tuple) or not layers
                                    or any(type(layer) is not int or layer < 0 for layer in layers)):

@@ -32,6 +32,8 @@ _LEAST_GAIN = 1.03
 """Times the tokens per second without drafts that are expected before any are taken: beliefs are not exact."""
 _LEAST_MODEL_GAIN = 1.08
 """The same for drafts of a model, whose share of a step's time nobody sees apart from the rest."""
+_LEAST_CUT_GAIN = 1.04
+"""The same where the model offers only drafts that it is sure of: a wrong belief costs less."""
 _LEAST_CHANCE = 0.02
 """Of a draft in a tree that is worth a thought."""
 _WAIT_CHANCE = 0.5
@@ -65,8 +67,10 @@ class Load:
     """Sequences that have drafts."""
     behind: int = 0
     """Tokens that a draft model has to compute first, of text that it has not seen yet."""
-    passes: int = 0
+    passes: float = 0
     """Of the draft model."""
+    asked: tuple[int, ...] = ()
+    """Drafts that each entry asks the model for, where it may have fewer to offer."""
 
 
 class Speculator(ABC):
@@ -144,9 +148,11 @@ class Speculator(ABC):
         load = Load(tokens, drafts, drafting) if decoding and planned else None
         self._in_flight.append((load, self._clock()))
 
-    def done(self, lost: bool = False) -> None:
-        """The oldest step is back, or lost."""
+    def done(self, lost: bool = False, judged: list[int] | None = None) -> None:
+        """The oldest step is back, or lost. `judged`: how many drafts of each entry there were, once that is known."""
         load, began = self._in_flight.popleft()
+        if load is not None and load.asked and judged is not None:
+            self._correct(load, judged)
         now = self._clock()
         seconds = now - max(began, self._last_done)
         if began > self._last_done > 0.0:
@@ -159,6 +165,9 @@ class Speculator(ABC):
 
     def _observe(self, load: Load, seconds: float) -> None:
         self.times.observe(load.tokens, seconds)
+
+    def _correct(self, load: Load, judged: list[int]) -> None:  # noqa: B027 (who looks drafts up knows how many)
+        """There may have been fewer drafts than were asked for."""
 
     # ---- after it
 
@@ -173,11 +182,11 @@ class Speculator(ABC):
             counts.decode_steps += 1
             counts.draft_tokens += result.num_drafts
             counts.accepted_tokens += accepted
-        self._learn(seq, len(offered_by_depth(result)), accepted, result)
+        self._learn(seq, entry, accepted, result)
 
     @abstractmethod
-    def _learn(self, seq: Sequence, depth: int, accepted: int, result: EntryResult) -> None:
-        """Drafts were judged to this depth, and so many were accepted."""
+    def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
+        """So many of the drafts that were judged were accepted."""
 
     def forget(self, seq: Sequence) -> None:  # noqa: B027 (some remember nothing)
         """The sequence has ended."""
@@ -292,7 +301,7 @@ class LookupSpeculator(Speculator):
         proposal = followed.proposer.propose(1)
         return bool(proposal.tokens) and followed.odds[0].estimate(proposal.evidence) >= _WAIT_CHANCE
 
-    def _learn(self, seq: Sequence, depth: int, accepted: int, result: EntryResult) -> None:
+    def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
         """Every token shows what a lookup before it would have been worth, whether it was used or not."""
         followed = self._followed.get(seq)
         if followed is None:
@@ -321,8 +330,9 @@ class DeviceSpeculator(Speculator):
     """Drafts of a model that runs in the worker: only their number is decided here, one for all sequences."""
 
     def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter,
-                 own_kv: bool = False, tree: TreeShape | None = None) -> None:
-        """`own_kv`: the model must have seen a sequence's whole text before it can guess (`skip_layers` need not)."""
+                 own_kv: bool = False, tree: TreeShape | None = None, cuts: bool = False) -> None:
+        """`own_kv`: the model must have seen a sequence's whole text before it can guess (`skip_layers` need not).
+        `cuts`: it ends a chain where it is unsure, so there may be fewer drafts than were asked for."""
         super().__init__(most, adaptive, clock)
         self.tree = tree
         self.own_kv = own_kv
@@ -334,6 +344,11 @@ class DeviceSpeculator(Speculator):
         self.drafting = StepCosts(grows_like=self.times)
         """Seconds that one more draft takes, by number of sequences: a model's, as the target's steps are."""
         self._odds = PositionOdds(most)
+        self._cuts = cuts
+        self._tried = most if cuts else 1
+        """Drafts of a try: where the model finds out itself how many are worth it, as many as it would be asked for."""
+        self._offered = PositionOdds(most, prior=0.8)
+        """Whether there is a draft at a place, given that there was one before it."""
         self._tree_odds = PositionOdds(most, better_than=self._odds)
         self._followed: dict[Sequence, PositionOdds] = {}
         self._plain_seconds = 0.0
@@ -357,7 +372,7 @@ class DeviceSpeculator(Speculator):
             count, shape = self._best(sequences, num_decoding, count, shape) if sequences else (0, None)
             if not count and cheap and self._probes(cheap, num_decoding):
                 # One of them is enough to find out.
-                sequences, count, shape = [min(cheap, key=self._lacks)], 1, None
+                sequences, count, shape = [min(cheap, key=self._lacks)], self._tried, None
         self._chosen = count
         self._behind = 0
         found = {}
@@ -400,12 +415,15 @@ class DeviceSpeculator(Speculator):
         """How many drafts of each give the most tokens per second, as a chain, or all of a tree of this shape."""
         if not self.times.known or not self.drafting.known:
             return most, shape
-        best, best_rate = 0, _LEAST_MODEL_GAIN * num_decoding / self.times.estimate(num_decoding)
+        gain = _LEAST_CUT_GAIN if self._cuts else _LEAST_MODEL_GAIN
+        best, best_rate = 0, gain * num_decoding / self.times.estimate(num_decoding)
         chains = [self._follow(seq).chain(most) for seq in sequences]
         catching_up = self._catching_up(sequences) / _HORIZON
         tokens = float(num_decoding)
         for count in range(1, most + 1):
             tokens += sum(chain[count - 1] for chain in chains)
+            if self._cuts and count < most:
+                continue  # the model itself finds out how many are worth it
             rate = tokens / (self._seconds(num_decoding, len(sequences), count) + catching_up)
             if rate > best_rate:
                 best, best_rate = count, rate
@@ -426,7 +444,7 @@ class DeviceSpeculator(Speculator):
         """Is it time to try whether drafts have begun to pay?"""
         if self._since_plain:
             return False
-        extra = self._seconds(num_decoding, 1, 1) - self.times.estimate(num_decoding)
+        extra = self._seconds(num_decoding, 1, self._tried) - self.times.estimate(num_decoding)
         extra += self._catching_up([min(sequences, key=self._lacks)])
         self._next_probe = self._patience * extra / _PROBE_SHARE
         if self._plain_seconds < self._next_probe:
@@ -434,11 +452,22 @@ class DeviceSpeculator(Speculator):
         self._patience = min(2 * self._patience, _MOST_PATIENCE)
         return True
 
-    def _seconds(self, num_decoding: int, num_drafting: int, passes: int, nodes: int | None = None) -> float:
-        """Of a step with `nodes` drafts of each drafting sequence, by default one for every pass of the model."""
+    def _seconds(self, num_decoding: int, num_drafting: int, count: int, nodes: int | None = None) -> float:
+        """Of a step with trees of so many nodes of each drafting sequence, `count` deep; without: with chains."""
         drafting = self.times.factor * self.drafting.estimate(num_drafting)
-        nodes = passes if nodes is None else nodes
-        return self.times.estimate(num_decoding + num_drafting * nodes) + passes * drafting
+        passes: float = count
+        rows: float = count if nodes is None else nodes
+        if self._cuts and nodes is None:
+            # A chain that ends early costs the pass that found it out, and all go on as long as one of them does.
+            chances = self._offered.chain(count)
+            rows, passes = sum(chances), 1.0 + sum(1.0 - (1.0 - each) ** num_drafting for each in chances[:-1])
+            passes = self.pass_shares(passes)
+        return self.times.estimate(num_decoding + num_drafting * rows) + passes * drafting
+
+    def pass_shares(self, passes: float) -> float:
+        """What so many passes cost, in passes: where the model does not wait for the host between them, the first one,
+        with what the host does for all of them, costs about as much as two."""
+        return passes + 1.0 if self._cuts else passes
 
     def _follow(self, seq: Sequence) -> PositionOdds:
         found = self._followed.get(seq)
@@ -459,6 +488,16 @@ class DeviceSpeculator(Speculator):
         if load is not None and load.drafts:
             load.behind = self._behind
             load.passes = max(entry.draft_depth or entry.device_drafts for _, entry, _ in planned)
+            if self._cuts and not any(entry.draft_depth for _, entry, _ in planned):
+                load.asked = tuple(entry.device_drafts for _, entry, _ in planned)
+
+    def _correct(self, load: Load, judged: list[int]) -> None:
+        offered = [(asked, there) for asked, there in zip(load.asked, judged, strict=True) if asked]
+        load.tokens -= sum(asked - there for asked, there in offered)
+        load.passes = self.pass_shares(max(min(asked, there + 1) for asked, there in offered))
+        if not load.behind:
+            for asked, there in offered:
+                self._offered.add([True] * there + [False] * (there < asked))
 
     def _observe(self, load: Load, seconds: float) -> None:
         if not load.drafts:
@@ -486,7 +525,11 @@ class DeviceSpeculator(Speculator):
         self.drafting.observe(load.drafting, ratio * self.drafting.estimate(load.drafting))
         self.times.follow(ratio)
 
-    def _learn(self, seq: Sequence, depth: int, accepted: int, result: EntryResult) -> None:
+    def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
+        """Where a chain was cut, a draft that was not offered has not hit: what counts is what asking for it brings."""
+        depth = len(offered_by_depth(result))
+        if self._cuts and not result.parents and not entry.draft_depth:
+            depth = entry.device_drafts
         if depth:
             hits = [True] * accepted + [False] * (accepted < depth)
             (self._tree_odds if result.parents else self._follow(seq)).add(hits)

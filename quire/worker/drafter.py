@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.kernels.cpu.sampling import CpuSampling
 from quire.kernels.types import StepContext
 from quire.layers.stream import ResidualStream
-from quire.sampling.batch import SamplingBatch, SamplingRow
+from quire.sampling.batch import SamplingBatch, SamplingRow, likeliest_alone
 from quire.sampling.philox import Purpose
 from quire.sampling.sampler import OK, draw_weights, sample
 from quire.scheduler.plan import BlockCopy, PlanEntry, TransferStart
@@ -69,6 +69,15 @@ class DraftModel(Protocol):
         ...
 
 
+@runtime_checkable
+class ChainModel(Protocol):
+    """A draft model that takes likeliest tokens itself, one after the other."""
+
+    def chains(self, passes: Sequence[PlanEntry], counts: Sequence[int]) -> list[list[int]]:
+        """Compute these, and give the likeliest tokens after the last of each, up to so many."""
+        ...
+
+
 class Proposer(Protocol):
     """Who fills in the drafts of a step's entries."""
 
@@ -110,6 +119,11 @@ class Drafter:
                 start, count = self.model.catch_up(entry)
                 drafts[i], weights[i] = [], []
                 passes[i] = PlanEntry(entry.row, start, min(count, MOST_AT_ONCE), count <= MOST_AT_ONCE)
+        if (passes and isinstance(self.model, ChainModel) and all(one.sample for one in passes.values())
+                and all(likeliest_alone(self._table.sampling(one.row)) for one in passes.values())):
+            counts = [entries[i].device_drafts for i in passes]
+            found = self.model.chains(list(passes.values()), counts)
+            return with_drafts(entries, dict(zip(passes, found, strict=True))), {}
         states = {i: without_logprobs(self._table.sampling(entries[i].row)) for i in passes}
         while passes:
             self._advance(entries, passes, states, drafts, weights)

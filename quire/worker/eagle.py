@@ -1,8 +1,12 @@
 """Drafts of a head that reads the target's hidden states, on a CPU.
 
-A slot holds the head's key and value of (token p, hidden state p - 1), and the target's hidden state p. So a block is a
-function of its tokens, as the target's KV is; whatever happens to a block happens to all three. What the head has not
-computed it catches up with, like a draft model, from the hidden states that lie there.
+A slot holds the head's key and value of (token p, hidden state p - 1), and what the head reads of the target's hidden
+state p. So a block is a function of its tokens, as the target's KV is; whatever happens to a block happens to all
+three. What the head has not computed it catches up with, like a draft model, from the hidden states that lie there.
+
+While a step is drafted, slots of tokens that the target has not computed yet hold the head's guesses at their hidden
+states: so each pass finds what it reads in the slot before, whoever wrote it. The target, which judges the drafts in
+the same step, writes over them.
 """
 
 from __future__ import annotations
@@ -13,14 +17,46 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.errors import EngineError
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.stream import ResidualStream
 from quire.models.heads.head import DraftHead
+from quire.ops.cpu import CpuOps
+from quire.ops.cpu_drafts import Chain, Guesses
+from quire.ops.cpu_step import CpuLayerCache
 from quire.scheduler.plan import PlanEntry
 from quire.worker.draft_models import DraftProgress
 from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
 from quire.worker.tree_inputs import Node, node_inputs
+
+_FEW = 8
+"""Tokens of one sequence for which a step's inputs lie ready."""
+
+
+class SingleStep:
+    """The inputs of steps of `count` tokens of one sequence, in memory that is used again: for one stream, making
+    tensors would take as long as a draft."""
+
+    def __init__(self, count: int, width: int) -> None:
+        self._ids, self._positions, self._slots = (np.zeros(count, np.int64) for _ in range(3))
+        self._length, self._blocks = np.zeros(1, np.int32), np.zeros((1, width), np.int32)
+        self.ids = torch.from_numpy(self._ids)
+        self.ctx = StepContext(
+            positions=torch.from_numpy(self._positions), query_start=torch.tensor([0, count], dtype=torch.int32),
+            context_len=torch.from_numpy(self._length), block_tables=(torch.from_numpy(self._blocks),),
+            slots=(torch.from_numpy(self._slots),),
+        )
+
+    def at(self, tokens: np.ndarray, blocks: np.ndarray, start: int, size: int, room: int) -> None:
+        """Tokens from `start` on, of a row of the request table; the table of blocks reaches `room` tokens further."""
+        end = start + len(self._ids)
+        self._ids[:] = tokens[start:end]
+        self._positions[:] = range(start, end)
+        self._slots[:] = [int(blocks[p // size]) * size + p % size for p in range(start, end)]
+        self._length[0] = end
+        last = -(-(end + room) // size)
+        self._blocks[0, :last] = blocks[:last]
 
 
 class EagleDrafts:
@@ -28,61 +64,160 @@ class EagleDrafts:
     accepts is computed again with the target's."""
 
     def __init__(self, head: DraftHead, caches: Sequence[LayerCache], table: RequestTable, group: int,
-                 num_blocks: int, num_host_blocks: int) -> None:
-        self._head = head
+                 num_blocks: int, num_host_blocks: int, ops: CpuOps, floor: float = 0.0) -> None:
+        """`floor`: a chain ends before the token with which its chance, by the head's own account, falls below it."""
+        self._head, self._ops = head, ops
+        self._chain = Chain(head.guessed, floor, table.block_size)
+        width = table.tables[group].shape[1]
+        self._single = [SingleStep(max(1, count), width) for count in range(_FEW + 1)]
+        """By number of tokens; the first is for the passes of a chain after the first one."""
         self._cache, kept = caches
+        if not isinstance(kept, CpuLayerCache):
+            raise EngineError("a head's states were not allocated by the CPU's operations")
+        self._caches, self._kept = list(caches), kept
         feature = kept.tensors["feature"]
-        self._kept = feature.view(-1, feature.shape[-1])
-        """By slot: what is kept of the target's hidden state."""
+        self._rows = feature.view(-1, feature.shape[-1])
+        """By slot: what the head reads of the target's hidden state, or its own guess at it."""
+        self._recorder = ops.recorder()
         self._table = table
         self._group = group
         self.states: Sequence[str] = head.spec.states
-        self._guessed: dict[int, Tensor] = {}
-        """By row with drafts under way: the head's guess at the hidden state before the next token."""
+        self._drafting: dict[int, int] = {}
+        """Rows with drafts under way, and the position of the last token of their text."""
         self._node_guesses: dict[tuple[int, int], Tensor] = {}
-        """By row and node of its tree: the same, after that node."""
+        """By row and node of its tree: the head's guess at the hidden state after that node."""
         progress = DraftProgress(table.tables[group], table.block_size, group, num_blocks, num_host_blocks)
         self._progress = progress
         self.copied, self.moved = progress.copied, progress.moved
         self.written, self.restart, self.kept = progress.written, progress.restart, progress.kept
 
     def watched(self, ctx: StepContext, stream: ResidualStream, captured: Mapping[str, Tensor]) -> None:
-        self._kept[ctx.slots[self._group]] = self._head.kept(stream, captured)
+        features = self._head.features(self._head.kept(stream, captured))
+        self._ops.keep_rows(features, self._kept, ctx, self._group)
 
     def catch_up(self, entry: PlanEntry) -> tuple[int, int]:
-        self._guessed.pop(entry.row, None)
+        self._drafting.pop(entry.row, None)
         return self._progress.catch_up(entry)
 
+    # ---- one pass
+
     def logits(self, passes: Sequence[PlanEntry]) -> Tensor:
+        return self._head.spread(self._pass(passes))
+
+    def _pass(self, passes: Sequence[PlanEntry]) -> Tensor:
+        """Compute these; logits of the draft vocabulary after the last token of each."""
         ids, ctx = step_inputs(self._table, passes, [self._group])
-        rows = self._head.forward(ids, self._features(passes, ctx), ctx, self._cache)
-        last = rows[ctx.query_start[1:].long() - 1]
-        for i, one in enumerate(passes):
-            if one.row not in self._guessed:
+        if all(one.sample for one in passes):
+            found = self._guess_after(ids, ctx)
+        else:
+            found = self._read(passes, ids, ctx)
+        for one in passes:
+            if one.row not in self._drafting:
                 self._progress.computed(one)
-            if one.sample:
-                self._guessed[one.row] = last[i]
-        return self._head.logits(last)
+                if one.sample:
+                    self._drafting[one.row] = one.start + one.num_tokens - 1
+        return found
+
+    def _guess_after(self, ids: Tensor, ctx: StepContext) -> Tensor:
+        """The same of sequences that all go on: their last rows are guesses, and kept as such."""
+        def forward() -> tuple[Tensor, Tensor]:
+            before = self._ops.states_before(self._kept, ctx, 0)
+            rows = self._head.forward(ids, before, ctx, self._cache)
+            return rows, self._head.narrow_logits(self._ops.keep_last(rows, self._kept, ctx, 0))
+
+        if self._recorder is None:
+            return forward()[1]
+        return self._recorder.run_all(len(ctx.context_len), ids, ctx, self._caches, forward)[1]
+
+    def _read(self, passes: Sequence[PlanEntry], ids: Tensor, ctx: StepContext) -> Tensor:
+        """Some have more to read: of the last token that they have read now the target's state is known."""
+        rows = self._head.forward(ids, self._ops.states_before(self._kept, ctx, 0), ctx, self._cache)
+        ends = ctx.query_start[1:].long() - 1
+        last, guessing = rows[ends], torch.tensor([one.sample for one in passes])
+        self._rows[ctx.slots[0][ends[guessing]]] = last[guessing]
+        return self._head.narrow_logits(last)
 
     def node_logits(self, nodes: Sequence[Node]) -> Tensor:
         ids, ctx = node_inputs(self._table, nodes, [self._group])
-        before = [self._guessed[node.row] if len(node.path) == 1 else self._node_guesses[node.row, node.path[-2]]
-                  for node in nodes]
+        before = [self._rows[self._slot(node.row, self._drafting[node.row])] if len(node.path) == 1
+                  else self._node_guesses[node.row, node.path[-2]] for node in nodes]
         rows = self._head.forward(ids, torch.stack(before), ctx, self._cache)
         for i, node in enumerate(nodes):
             self._node_guesses[node.row, node.path[-1]] = rows[i]
         return self._head.logits(rows)
 
-    def _features(self, passes: Sequence[PlanEntry], ctx: StepContext) -> Tensor:
-        """Of the token before each: the target's hidden state, or after a draft the head's guess at it."""
-        size, table = self._table.block_size, self._table.tables[self._group]
-        rows = np.repeat([one.row for one in passes], [one.num_tokens for one in passes])
-        before = np.maximum(ctx.positions.numpy() - 1, 0)
-        slots = torch.from_numpy(table[rows, before // size].astype(np.int64) * size + before % size)
-        features = self._head.features(self._kept[slots])
-        features[ctx.positions == 0] = 0.0  # nothing comes before the first token
-        for i, one in enumerate(passes):
-            guess = self._guessed.get(one.row)
-            if guess is not None:
-                features[int(ctx.query_start[i])] = guess
-        return features
+    def _slot(self, row: int, position: int) -> int:
+        size = self._table.block_size
+        return int(self._table.tables[self._group][row, position // size]) * size + position % size
+
+    # ---- chains of the likeliest tokens
+
+    def chains(self, passes: Sequence[PlanEntry], counts: Sequence[int]) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in passes]
+        chances = np.ones(len(passes), np.float32)
+        at_once = self._single_chain(passes[0], counts[0]) if len(passes) == 1 else None
+        if at_once is not None:
+            self._take([0], at_once, counts, found, chances)
+            return found
+        live = self._take(range(len(passes)), self._ops.guess(self._pass(passes), self._head.guessed), counts, found,
+                          chances)
+        while live:
+            steps = min(counts[i] - len(found[i]) for i in live)
+            live = self._take(live, self._go_on([passes[i] for i in live], [found[i] for i in live], chances[live],
+                                                steps), counts, found, chances)
+        return found
+
+    def _single_chain(self, one: PlanEntry, count: int) -> Guesses | None:
+        """The whole chain of one sequence in one call; None where its passes are not recorded yet."""
+        if self._recorder is None or one.num_tokens > _FEW:
+            return None
+        tokens, blocks = self._table.tokens[one.row], self._table.tables[self._group][one.row]
+        first, chain, size = self._single[one.num_tokens], self._single[0], self._table.block_size
+        first.at(tokens, blocks, one.start, size, 0)
+        chain.at(tokens, blocks, one.start + one.num_tokens - 1, size, count - 1)
+        guesses = Guesses(np.empty((count, 1), np.int64), np.ones((count + 1, 1), np.float32))
+        if not self._recorder.run_chain(chain.ids, chain.ctx, self._caches, guesses, self._chain,
+                                        (first.ids, first.ctx)):
+            return None
+        self._progress.computed(one)
+        self._drafting[one.row] = one.start + one.num_tokens - 1
+        return guesses
+
+    def _take(self, going: Sequence[int], guesses: Guesses, counts: Sequence[int], found: list[list[int]],
+              chances: np.ndarray) -> list[int]:
+        """Add what was guessed to the chains, as far as it is likely enough; those that go on."""
+        live = list(going)
+        for tokens, likely in zip(guesses.tokens[: guesses.passes], guesses.chances[1:], strict=False):
+            for place, i in enumerate(going):
+                if i not in live:
+                    continue
+                chances[i] = likely[place]
+                if likely[place] < self._chain.floor:
+                    live.remove(i)
+                    continue
+                found[i].append(int(tokens[place]))
+                if len(found[i]) == counts[i]:
+                    live.remove(i)
+        return live
+
+    def _go_on(self, passes: Sequence[PlanEntry], chains: Sequence[list[int]], chances: np.ndarray, steps: int
+               ) -> Guesses:
+        """Up to so many tokens more of each, in one call where the pass is recorded."""
+        size, count = self._table.block_size, len(passes)
+        rows = np.array([one.row for one in passes])
+        at = np.array([one.start + one.num_tokens + len(chain) - 1 for one, chain in zip(passes, chains, strict=True)])
+        blocks = self._table.tables[self._group][rows, : -(-(int(at.max()) + steps) // size)]
+        slots = blocks[np.arange(count), at // size].astype(np.int64) * size + at % size
+        ids = torch.tensor([chain[-1] for chain in chains])
+        ctx = StepContext(
+            positions=torch.from_numpy(at), query_start=torch.arange(count + 1, dtype=torch.int32),
+            context_len=torch.from_numpy((at + 1).astype(np.int32)), block_tables=(torch.from_numpy(blocks),),
+            slots=(torch.from_numpy(slots),),
+        )
+        guesses = Guesses(np.empty((steps, count), np.int64), np.empty((steps + 1, count), np.float32))
+        guesses.chances[0] = chances
+        if self._recorder is not None and self._recorder.run_chain(ids, ctx, self._caches, guesses, self._chain):
+            return guesses
+        one = self._ops.guess(self._guess_after(ids, ctx), self._head.guessed)
+        one.chances[1] = np.where(one.chances[1] < 0.0, -1.0, one.chances[1] * chances)
+        return one

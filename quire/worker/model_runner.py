@@ -97,9 +97,7 @@ class ModelRunner:
         states = () if self.drafter is None else self.drafter.model.states
         if self.drafter is None or not states:
             return self._passes.forward(ids, ctx, self._cache.layers)
-        hidden, captured = self._passes.forward_capturing(ids, ctx, self._cache.layers, states)
-        self.drafter.model.watched(ctx, hidden, captured)
-        return hidden
+        return self._passes.forward_watched(ids, ctx, self._cache.layers, states, self.drafter.model.watched)
 
     def _agree(self, entries: Sequence[PlanEntry], results: list[EntryResult], failure: Exception | None) -> None:
         """The rows take over the tokens that were drawn, on every tensor rank of this stage. The KV of a tree's kept

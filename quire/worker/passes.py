@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from quire.parallel.collectives import Collectives, Link, receive_tensor, send_t
 _FAILED = -1
 Lists = Sequence[Sequence[int]]
 """A list of tokens for each of several entries."""
+Watcher = Callable[[StepContext, ResidualStream, Mapping[str, Tensor]], None]
+"""Is shown a step's stream after the last layer, and other hidden states by their names."""
 
 
 class Passes:
@@ -49,11 +51,28 @@ class Passes:
         self._hand_on(ids, stream)
         return stream
 
-    def forward_capturing(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], states: Sequence[str]
-                          ) -> tuple[ResidualStream, dict[str, Tensor]]:
+    def forward_watched(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], states: Sequence[str],
+                        watched: Watcher) -> ResidualStream:
+        """As `forward`; `watched` is shown the stream and the hidden states that it reads. Where nobody else has a part
+        of the step, what it computes is recorded with the step."""
+        inner = [name for name in dict.fromkeys(states) if name != FINAL]
+        if self.recorder is None or not self.alone:
+            stream, captured = self._forward_capturing(ids, ctx, caches, inner)
+            watched(ctx, stream, captured)
+            return stream
+        self._decoder.reach(ctx)
+
+        def forward() -> Tensor:
+            stream, captured = self._decoder.forward_capturing(ids, ctx, caches, inner)
+            watched(ctx, stream, captured)
+            return stream.settled()
+
+        return self._decoder.resumed(self.recorder.run(("watched", *inner), ids, ctx, caches, forward))
+
+    def _forward_capturing(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], inner: Sequence[str]
+                           ) -> tuple[ResidualStream, dict[str, Tensor]]:
         """As `forward`, with hidden states of other layers than the last. Each stage hands on those of its own layers
         and of the stages before it: the last has them all. Only one tensor rank of every stage asks for them."""
-        inner = [name for name in dict.fromkeys(states) if name != FINAL]
         if not inner:
             return self.forward(ids, ctx, caches), {}
         self._decoder.reach(ctx)

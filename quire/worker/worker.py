@@ -66,7 +66,7 @@ class Worker:
         self.spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
         self.shard = shard = shard_of(self.spec, Place()) if shard is None else shard
         self.pool: PoolSize = size_shard_pool(source, config, shard) if pool is None else pool
-        ops = CpuOps(num_threads=config.model.num_threads, rounding=config.model.rounding)
+        self._ops = ops = CpuOps(num_threads=config.model.num_threads, rounding=config.model.rounding)
         parts = None if shard.is_whole else stored_parts(source.config, shard)
         forget_file_pages()  # of libraries that have been imported: room for weights
         decoder = build_decoder(
@@ -128,7 +128,8 @@ class Worker:
         if draft is not None:
             kept = (self._cache.draft_layers, self._table, draft_group(self.spec), self.pool.num_blocks,
                     self.pool.num_host_blocks)
-            model = EagleDrafts(draft, *kept) if isinstance(draft, DraftHead) else SmallerModel(draft, *kept)
+            model = (EagleDrafts(draft, *kept, self._ops, speculation.chain_floor) if isinstance(draft, DraftHead)
+                     else SmallerModel(draft, *kept))
             proposer = self._with_trees(Drafter(model, self._table, rejection), speculation)
         if speculation.reads_states and not passes.alone:
             return ToldDrafter(proposer, passes.tell_all, states if self.shard.place.tensor_rank == 0 else ())

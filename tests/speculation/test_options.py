@@ -8,6 +8,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.speculation.assembly import build_speculator
 from quire.speculation.options import SpeculationOptions
 from quire.speculation.tree import TreeShape
 
@@ -23,6 +24,9 @@ from quire.speculation.tree import TreeShape
     ({"method": "ngram", "model": "x"}, "model is for method draft_model"),
     ({"method": "draft_model"}, "needs a model"),
     ({"method": "draft_model", "model": "x", "prompt_lookup_min": 2}, "prompt_lookup_min is for method ngram"),
+    ({"method": "eagle", "min_draft_probability": 1.5}, "min_draft_probability must be a number between 0 and 1"),
+    ({"method": "eagle", "min_draft_probability": True}, "min_draft_probability must be a number"),
+    ({"method": "ngram", "min_draft_probability": 0.1}, "min_draft_probability is for method eagle or mtp"),
     ({"method": "skip_layers", "skipped_layers": [1.5]}, "skipped_layers must be a list of layer numbers"),
     ({"method": "skip_layers", "skipped_layers": []}, "skipped_layers must be a list of layer numbers"),
     ({"method": "ngram", "tree": 4}, "tree must be a mapping with some of width, depth, nodes"),
@@ -46,6 +50,16 @@ def test_defaults_are_exact_and_adaptive() -> None:
     options = SpeculationOptions.parse({"method": "ngram"})
     assert options.verifier == "coupled"
     assert options.adaptive
+
+
+def test_a_head_cuts_its_chains_where_only_what_pays_is_drafted() -> None:
+    assert SpeculationOptions.parse({"method": "eagle"}).chain_floor > 0.0
+    assert SpeculationOptions.parse({"method": "eagle", "adaptive": False}).chain_floor == 0.0
+    assert SpeculationOptions.parse({"method": "draft_model", "model": "x"}).chain_floor == 0.0
+    options = SpeculationOptions.parse({"method": "mtp", "adaptive": False, "min_draft_probability": 0.2})
+    assert options.chain_floor == 0.2
+    with pytest.raises(ConfigError, match="min_draft_probability is for device='cpu'"):
+        build_speculator(options, draft_rows=8)
 
 
 def test_a_tree_is_as_deep_as_the_drafts_and_has_twice_as_many_nodes() -> None:

@@ -35,8 +35,11 @@ class Stream:
 
     def __init__(self, texts: list[list[int]], cost: Cost, speculator: Speculator | None, draft_cost: float = 0.0,
                  draft_hits: float = 0.0, depth: int = 1, host: float = 0.0, behind_cost: float = 0.0,
-                 prompt: int = 8, tree_hits: float = 0.0, sizes: tuple[int, ...] = (1, 2, 3, 5, 9, 16, 32, 64)) -> None:
-        """`sizes`: those that were measured beforehand."""
+                 prompt: int = 8, tree_hits: float = 0.0, sure: float = 1.0,
+                 sizes: tuple[int, ...] = (1, 2, 3, 5, 9, 16, 32, 64)) -> None:
+        """`sizes`: those that were measured beforehand. `sure`: how often a model that cuts its chains offers a draft
+        that is not right; it offers all that are."""
+        self._sure = sure
         self._tree_hits = tree_hits
         self._depth, self._host, self._behind_cost, self._prompt = depth, host, behind_cost, prompt
         self._read: dict[int, int] = {}
@@ -68,15 +71,23 @@ class Stream:
             plan = under_way.popleft()
             for start in plan.starts:
                 rows[start.row] = self._texts[start.seed]
-            self.now += self._cost(plan.num_tokens)
-            self.now += self._draft_cost * max(
-                (entry.draft_depth or entry.device_drafts for entry in plan.entries), default=0)
+            results = self._results(plan, rows)
+            if self._sure < 1.0:
+                offered = [(entry, result.num_drafts) for entry, result in zip(plan.entries, results, strict=True)
+                           if entry.device_drafts]
+                self.now += self._cost(plan.num_tokens - sum(entry.device_drafts - there for entry, there in offered))
+                self.now += self._draft_cost * max((1 + min(entry.device_drafts, there + 1)
+                                                    for entry, there in offered), default=0)
+            else:
+                self.now += self._cost(plan.num_tokens)
+                self.now += self._draft_cost * max(
+                    (entry.draft_depth or entry.device_drafts for entry in plan.entries), default=0)
             for entry in plan.entries:
                 if entry.device_drafts:
                     self.now += self._behind_cost * (entry.start - self._read.get(entry.row, 0))
                     self._read[entry.row] = entry.start
             self.steps += 1
-            self.scheduler.update(StepResult(plan.step, self._results(plan, rows)))
+            self.scheduler.update(StepResult(plan.step, results))
             for update in self.scheduler.take_updates():
                 produced.setdefault(update.request.request_id, []).extend(update.new_tokens)
         self.scheduler.check()
@@ -99,7 +110,12 @@ class Stream:
                     kept += 1
                 if entry.draft_depth:  # one branch, and all others at its first place
                     parents = (*range(-1, depth - 1), *[-1] * (entry.num_drafts - depth))
-            results.append(EntryResult(text[known : known + kept + 1], num_drafts=entry.num_drafts, parents=parents))
+            offered = entry.num_drafts
+            if entry.device_drafts and self._sure < 1.0:
+                offered = kept
+                while offered < entry.device_drafts and self._rng.random() < self._sure:
+                    offered += 1
+            results.append(EntryResult(text[known : known + kept + 1], num_drafts=offered, parents=parents))
         return results
 
 
@@ -172,6 +188,37 @@ def test_drafts_that_were_measured_for_one_stream_pay_for_eight_too(first: float
         cost(size)
     texts = [free(160, seed) for seed in range(8)]
     assert speedup(texts, cost, speculator, depth=2, draft_cost=0.0003, draft_hits=0.7, sizes=sizes) > 1.4
+
+
+def test_without_a_speculator_there_are_no_drafts() -> None:
+    """As in the bench's control: an engine whose drafts are switched off."""
+    speculator = LookupSpeculator(NgramSource(1), 8)
+    stream = Stream([repeating()], memory_bound, speculator)
+    stream.scheduler.speculator = None
+    stream.run()
+    assert stream.steps == len(repeating()) - 8 and speculator.stats.decode_steps == 0
+
+
+def test_a_model_that_cuts_its_chains_is_asked_for_all_that_it_is_sure_of() -> None:
+    """Half of the drafts would be right: where every one is judged that hardly pays, where the head offers mostly those
+    it does, though a step of five tokens takes nearly as long as two of one."""
+    def cost(tokens: int) -> float:
+        return 0.008 + 0.002 * tokens
+
+    every, cut = DeviceSpeculator(4), DeviceSpeculator(4, cuts=True)
+    for speculator in (every, cut):
+        speculator.drafting.observe(1, 0.0005)
+    assert speedup([free(1500)], cost, every, draft_cost=0.0005, draft_hits=0.5) < 1.2
+    assert speedup([free(1500)], cost, cut, draft_cost=0.0005, draft_hits=0.5, sure=0.3) > 1.25
+
+
+@pytest.mark.parametrize("hits", [0.0, 0.1])
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_model_that_cuts_its_chains_and_misses_is_given_up(hits: float, count: int) -> None:
+    speculator = DeviceSpeculator(4, cuts=True)
+    speculator.drafting.observe(1, 0.002)
+    texts = [free(2000, seed) for seed in range(count)]
+    assert speedup(texts, memory_bound, speculator, draft_cost=0.002, draft_hits=hits, sure=0.6) > 0.97
 
 
 @pytest.mark.parametrize("hits", [0.0, 0.2])

@@ -72,8 +72,12 @@ def measure_step_times(speculator: Speculator, executor: Executor, config: Engin
             speculator.seconds_behind = max(0.0, caught_up) / length
         for count in {1, speculator.most}:
             own = PlanEntry(0, length - 1, 1 + count, True, device_drafts=count)
-            drafting = _fastest(executor, StepPlan(0, entries=[own])) - speculator.times.estimate(1 + count)
-            speculator.drafting.observe(1, max(1e-9, drafting / count))
+            step = StepPlan(0, entries=[own])
+            # The model may have fewer drafts to offer, and then has looked once more.
+            there = executor.submit(step).result().entries[0].num_drafts
+            drafting = _fastest(executor, step) - speculator.times.estimate(1 + there)
+            passes = speculator.pass_shares(min(count, there + 1))
+            speculator.drafting.observe(1, max(1e-9, drafting / passes))
     executor.submit(StepPlan(0, freed_rows=[0])).result()
 
 
@@ -82,7 +86,7 @@ def _prompt_step(length: int, groups: int, block_size: int, room: int = 0) -> St
     blocks = list(range(-(-(length + room) // block_size)))
     return StepPlan(
         0,
-        starts=[RowStart(0, [0] * length, length, SamplingParams(), seed=0, sequence_index=0)],
+        starts=[RowStart(0, [0] * length, length, SamplingParams(temperature=0.0), seed=0, sequence_index=0)],
         diffs=[TableDiff(0, group, 0, blocks) for group in range(groups)],
         entries=[PlanEntry(0, 0, length, sample=False)],
     )

@@ -72,13 +72,19 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_mask": (None, [_P] * 5 + [_I] * 3),
     "quire_rank": (None, [_P] * 7 + [_I, _I, _I]),
     "quire_replay": (_N, [_P, _I, _P, _P]),
+    "quire_put_columns": (None, [_P, _P] + [_I] * 4),
+    "quire_states_before": (None, [_P, _P, _P, _P, _I, _I, _I, _I, _P]),
+    "quire_keep_rows": (None, [_P, _P, _P, _I, _I]),
+    "quire_keep_last": (None, [_P, _P, _P, _P, _I, _I, _P]),
+    "quire_guess": (None, [_P, _I, _I, _P, _P, _P]),
+    "quire_draft_chain": (_I, [_P, _P, _P, _P, _I, _P, _P, _P, _I, _F]),
     "quire_ring_write": (_U, [_P, _I, _U, _P, _U, _N]),
     "quire_ring_wake": (None, [_P]),
     "quire_ring_yield": (None, []),
     "quire_ring_wait": (_U, [_P, _P, _U, _I, _I, _N]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 17
+ABI_VERSION = 18
 
 opener: type[ctypes.CDLL] = ctypes.CDLL
 """What a library is opened with. Benches put one here that measures its calls."""

@@ -54,12 +54,12 @@ class DraftHead:
         self.state_norm = Norm(ops, layer.norm, hidden)
         self.mlp_norm = Norm(ops, layer.norm, hidden)
         self.norm = None if spec.norm is None else Norm(ops, spec.norm, hidden)
-        self._guessed: Tensor | None = None
+        self.guessed: Tensor | None = None
         """Token ids of the draft vocabulary; None: it is the target's."""
 
     def load(self, weights: Mapping[str, Tensor], guessed: Tensor | None) -> None:
         """All tensors at once; `guessed` are the ids of the draft vocabulary, if it has one."""
-        self._guessed = guessed
+        self.guessed = guessed
         for name, tensor in weights.items():
             if name not in ("d2t", "t2d"):
                 *path, kind = name.split(".")
@@ -100,7 +100,7 @@ class DraftHead:
         if not self.spec.two_streams:
             return stream.settled()
         states = [captured[name] for name in self.spec.states]
-        return self.fuse(states[0] if len(states) == 1 else torch.cat(states, 1), None)
+        return self.fuse(states[0] if len(states) == 1 else self._ops.concat(states), None)
 
     def features(self, kept: Tensor) -> Tensor:
         """Of rows that were kept, what `forward` reads."""
@@ -115,13 +115,13 @@ class DraftHead:
         if self.spec.two_streams:
             normed = self.attn_norm(features)
             stream = ResidualStream(self._ops, normed if self.spec.norm_first else features, fusable=False)
-            self.attn.add_to(stream, torch.cat((self.token_norm(tokens), normed), 1), ctx, cache)
+            self.attn.add_to(stream, self._ops.concat((self.token_norm(tokens), normed)), ctx, cache)
         elif self.spec.input_norms:
-            fused = self.fuse(torch.cat((self.token_norm(tokens), self.state_norm(features)), 1), ctx)
+            fused = self.fuse(self._ops.concat((self.token_norm(tokens), self.state_norm(features))), ctx)
             stream = ResidualStream(self._ops, fused, fusable=False)
             self.attn.add_to(stream, stream.normed(self.attn_norm), ctx, cache)
         else:
-            fused = self.fuse(torch.cat((tokens, features), 1), ctx)
+            fused = self.fuse(self._ops.concat((tokens, features)), ctx)
             stream = ResidualStream(self._ops, fused, fusable=False)
             self.attn.add_to(stream, stream.rows, ctx, cache)
         self.mlp.add_to(stream, stream.normed(self.mlp_norm), ctx)
@@ -129,12 +129,20 @@ class DraftHead:
 
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, vocabulary] of rows that came out of `forward`; into `out` if given."""
-        rows = rows if self.norm is None else self.norm(rows)
-        if self._guessed is None:
-            return self.head(rows, None, out)
-        found = self.head(rows, None)
+        if self.guessed is None:
+            return self.narrow_logits(rows, out)
+        return self.spread(self.narrow_logits(rows), out)
+
+    def narrow_logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """The same of the draft vocabulary alone."""
+        return self.head(rows if self.norm is None else self.norm(rows), None, out)
+
+    def spread(self, found: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits of the draft vocabulary among those of all tokens."""
+        if self.guessed is None:
+            return found
         if out is None:
             out = torch.empty(len(found), self._vocab, dtype=found.dtype, device=found.device)
         out.fill_(max(NO_GUESS, torch.finfo(found.dtype).min))
-        out[:, self._guessed] = found
+        out[:, self.guessed] = found
         return out
