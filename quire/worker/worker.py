@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 
@@ -26,7 +25,7 @@ from quire.models.stored_parts import StoredParts
 from quire.ops.cpu import CpuOps
 from quire.parallel.collectives import Collectives
 from quire.parallel.place import Place
-from quire.parallel.shared_head import HeadHelper, HeadMemory, HeadOwner
+from quire.parallel.shared_head import HeadHelper
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.speculation.options import EAGLE, MTP, REJECTION, SKIP_LAYERS, SpeculationOptions
 from quire.worker.cache_engine import CacheEngine
@@ -46,6 +45,8 @@ from quire.worker.memory import (
 from quire.worker.model_runner import ModelRunner
 from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
+from quire.worker.stage_head import share_head
+from quire.worker.torch_threads import one_torch_thread
 from quire.worker.transfer import KVTransfer
 from quire.worker.tree_drafter import TreeDrafter
 
@@ -74,7 +75,7 @@ class Worker:
             max_model_len=self.pool.max_model_len, asked_len=self.spec.asked_len(config.model.max_model_len),
             shard=shard, ranks=None if collectives is None else collectives.group, dtype=None)
         self.weight_bytes = decoder.weight_bytes
-        self._helper = _share_head(decoder, None if collectives is None else collectives.head)
+        self._helper = share_head(decoder, None if collectives is None else collectives.head)
         draft = self._draft(source, config, ops, decoder)
         ops.library.quire_give_back()  # what the weights were read through
         groups = groups_with_draft(self.spec, self.pool.draft_bytes_per_token)
@@ -159,7 +160,7 @@ class Worker:
         self._cache.connect(transfer)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        with torch.inference_mode(), _one_torch_thread():
+        with torch.inference_mode(), one_torch_thread():
             try:
                 self._prepare(plan)
             except BaseException as error:
@@ -214,17 +215,6 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
     return pool
 
 
-def _share_head(decoder: Decoder, head: HeadMemory | None) -> HeadHelper | None:
-    """Of a tied head the first and the last stage both have the table: they compute it together. On the first, what
-    helps the last one."""
-    if head is None or not decoder.spec.tied_head:
-        return None
-    if decoder.shard.place.is_first:
-        return HeadHelper(head, decoder.embed.packed)
-    decoder.share_head(HeadOwner(head, decoder.head.packed, decoder.head))
-    return None
-
-
 def _weights(source: ModelSource, load_format: str, config: EngineConfig,
              parts: StoredParts | None = None) -> Iterator[tuple[str, StoredWeight]]:
     """All, or those that a rank wants."""
@@ -233,20 +223,6 @@ def _weights(source: ModelSource, load_format: str, config: EngineConfig,
     if config.model.rounding is not None:
         return source.stored_weights(parts)
     return source.weights(None, parts)  # packed from the type they are stored in: less memory at once
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """The kernels have threads of their own; torch's would spin on the same cores between its few small operations."""
-    before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def check_device(config: EngineConfig) -> None:
