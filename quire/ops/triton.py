@@ -79,9 +79,11 @@ class TritonOps(Ops):
         prefetch = prefetch and (fixed_prefetch or not deterministic)
         self._fixed_prefetch = prefetch and deterministic
         # Deterministic mode runs one compiled kernel in every step. Early launch would be another kernel, which might
-        # round differently, so there norms, gates, rotations and attention have it in every step (beside GEMMs that
-        # prefetch) or in none. So would another number of heads at once, whose squares are summed in another order.
+        # round differently, so there norms and gates have it in every step (beside GEMMs that prefetch) or in none, and
+        # with `fixed_attention` rotations and attention too. So would another number of heads at once, whose squares
+        # are summed in another order.
         self._fixed_early = self._fixed_prefetch and pdl
+        self._rope_early = self._fixed_early and fixed_attention
         self.pdl = pdl = pdl and not deterministic
         self._heads_at_once = _FIXED_HEADS if deterministic else None
         self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
@@ -98,7 +100,7 @@ class TritonOps(Ops):
             pdl=pdl,
             dense_prefill=dense_prefill,
             prompt_rows=prompt_rows,
-            fixed_early=self._fixed_early,
+            fixed_early=self._rope_early,
             fixed_kernels=fixed_attention and self.kv_dtype == dtype,
         )
 
@@ -328,7 +330,7 @@ class TritonOps(Ops):
             q_norm,
             k_norm,
             norm_eps,
-            pdl=self._fixed_early or (self.pdl and ctx.num_decodes == qkv.shape[0]),
+            pdl=self._rope_early or (self.pdl and ctx.num_decodes == qkv.shape[0]),
             heads_at_once=self._heads_at_once,
         )
 
