@@ -201,9 +201,11 @@ def most_tensor_ranks(spec: DecoderSpec) -> int:
     return min(spec.vocab_size, *(min(layer.attention.num_heads, num_slices(layer.mlp)) for layer in spec.layers))
 
 
-_HEAD_SHARE = 0.2
+_HEAD_SHARE = 0.5
 """How much of the head's cost counts when layers are dealt to stages: a prompt goes through it with its last token
-alone, and most of what a batch of mixed requests takes are prompts (docs/parallel.md has what other shares give)."""
+alone, so stages that are even in decoding leave the first one with two thirds of SmolLM2's prompts."""
+_HELPED_HEAD_SHARE = 0.2
+"""Of a tied head over two stages, which the first one helps with (`parallel/shared_head.py`)."""
 
 
 def layer_costs(spec: DecoderSpec) -> tuple[list[float], float]:
@@ -229,7 +231,7 @@ def _chosen_share(spec: DecoderSpec, place: list[str]) -> float:
 def stage_layers(spec: DecoderSpec, num_stages: int) -> list[Run]:
     """The layers of each stage: whole layers, dealt so that the dearest stage is as cheap as possible."""
     costs, head = layer_costs(spec)
-    costs[-1] += _HEAD_SHARE * head
+    costs[-1] += (_HELPED_HEAD_SHARE if spec.tied_head and num_stages == 2 else _HEAD_SHARE) * head
     return even_runs(costs, num_stages)
 
 

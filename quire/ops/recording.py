@@ -49,10 +49,10 @@ _OFTEN_SEEN, _FIRST_TIMES = 8, 3
 """Of steps of more tokens than that so many are run before one is recorded."""
 _MOST_BYTES = 64 << 20
 """Nor those whose intermediate results take more: while a step is recorded they are all kept."""
-_MOST_WORDS = 24  # MOST_WORDS of recorded.c
+_MOST_WORDS = 24  # MOST_WORDS of recorded.h
 _ALIGNMENT = 64
 _CALL = np.dtype([("run", np.int64), ("count", np.int32), ("bases", np.uint8, _MOST_WORDS),
-                  ("values", np.int64, _MOST_WORDS)], align=True)  # recorded_call of recorded.c
+                  ("values", np.int64, _MOST_WORDS)], align=True)  # recorded_call of recorded.h
 _ATEN = torch.ops.aten
 _INPUTS = (torch.int64, torch.float32)
 _NEW = (_ATEN.empty.memory_format, _ATEN.new_empty.default)

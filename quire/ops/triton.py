@@ -88,7 +88,8 @@ class TritonOps(Ops):
         self._heads_at_once = _FIXED_HEADS if deterministic else None
         self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
         self._parts = linear_prefetch.PrefetchScratch.allocate(self.device) if prefetch else None
-        self._deep = fixed_tiles.TileScratch.for_device(self.device) if self._fixed_prefetch else None
+        timed = self._fixed_prefetch and fixed_table.table()
+        self._deep = fixed_tiles.TileScratch.for_device(self.device) if timed else None
         self._formats = DeviceFormats(
             self.device, dtype, rounding, deterministic=deterministic, pdl=pdl, scratch=self._parts
         )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.errors import EngineError
 from quire.kernels.cpu.library import load
 from quire.kernels.types import StepContext
 
@@ -71,6 +72,9 @@ class HeadOwner:
         x = x.contiguous()
         if out is None:
             out = torch.empty(rows, table.columns)
+        for name, tensor, columns in (("rows", x, table.width), ("logits", out, table.columns)):
+            if tensor.shape != (rows, columns) or tensor.dtype is not torch.float32 or not tensor.is_contiguous():
+                raise EngineError(f"the {name} of a shared head are float32 [{rows}, {columns}], contiguous")
         self._logits(table.area, table.most, x.data_ptr(), table.packed.panels_ptr, table.packed.format_code,
                      out.data_ptr(), rows, table.columns, table.width)
         return out

@@ -166,6 +166,8 @@ class Rank:
             self._carry_out(source, start, worker, collectives, kv)
         finally:
             kv.close()
+            if worker.launch is None:  # a GPU's memory goes with its process
+                worker.close()
         return 0
 
     def _carry_out(self, source: PlanSource, start: RankStart, worker: RankWorker,

@@ -78,7 +78,7 @@ class SpeculationOptions:
     def chain_floor(self) -> float:
         if self.min_draft_probability is not None:
             return self.min_draft_probability
-        return _USUAL_FLOOR if self.adaptive and self.reads_states else 0.0
+        return _USUAL_FLOOR if self.adaptive and self.reads_states and self.tree is None else 0.0
 
     @property
     def most_drafts(self) -> int:
@@ -104,6 +104,8 @@ class SpeculationOptions:
         options = cls(**values)
         options._check()
         if shape is not None:
+            if options.min_draft_probability is not None:
+                raise _refused("min_draft_probability is for chains: leave it out, or leave tree out")
             options = replace(options, tree=_tree_shape(shape, options))
         for f in fields(cls):
             methods = f.metadata.get("methods")

@@ -345,8 +345,8 @@ class DeviceSpeculator(Speculator):
         """Seconds that one more draft takes, by number of sequences: a model's, as the target's steps are."""
         self._odds = PositionOdds(most)
         self._cuts = cuts
-        self._tried = most if cuts else 1
-        """Drafts of a try: where the model finds out itself how many are worth it, as many as it would be asked for."""
+        self._all_cut = cuts
+        """In the step that is planned: chains of drawn tokens are not cut, so a step with one of them has none."""
         self._offered = PositionOdds(most, prior=0.8)
         """Whether there is a draft at a place, given that there was one before it."""
         self._tree_odds = PositionOdds(most, better_than=self._odds)
@@ -363,6 +363,7 @@ class DeviceSpeculator(Speculator):
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
         # A grammar's masks after drafts must know them, and these are known in the worker only.
         sequences = [seq for seq in sequences if seq.request.start_grammar is None]
+        self._all_cut = self._cuts and all(_likeliest_alone(seq) for seq in sequences)
         count = min(self.most, room // len(sequences)) if sequences else 0
         shape = self._tree_in(room // len(sequences)) if sequences else None
         if self.adaptive and count:
@@ -415,14 +416,14 @@ class DeviceSpeculator(Speculator):
         """How many drafts of each give the most tokens per second, as a chain, or all of a tree of this shape."""
         if not self.times.known or not self.drafting.known:
             return most, shape
-        gain = _LEAST_CUT_GAIN if self._cuts else _LEAST_MODEL_GAIN
+        gain = _LEAST_CUT_GAIN if self._all_cut else _LEAST_MODEL_GAIN
         best, best_rate = 0, gain * num_decoding / self.times.estimate(num_decoding)
         chains = [self._follow(seq).chain(most) for seq in sequences]
         catching_up = self._catching_up(sequences) / _HORIZON
         tokens = float(num_decoding)
         for count in range(1, most + 1):
             tokens += sum(chain[count - 1] for chain in chains)
-            if self._cuts and count < most:
+            if self._all_cut and count < most:
                 continue  # the model itself finds out how many are worth it
             rate = tokens / (self._seconds(num_decoding, len(sequences), count) + catching_up)
             if rate > best_rate:
@@ -455,14 +456,19 @@ class DeviceSpeculator(Speculator):
     def _seconds(self, num_decoding: int, num_drafting: int, count: int, nodes: int | None = None) -> float:
         """Of a step with trees of so many nodes of each drafting sequence, `count` deep; without: with chains."""
         drafting = self.times.factor * self.drafting.estimate(num_drafting)
-        passes: float = count
+        passes: float = self.pass_shares(count)
         rows: float = count if nodes is None else nodes
-        if self._cuts and nodes is None:
+        if self._all_cut and nodes is None:
             # A chain that ends early costs the pass that found it out, and all go on as long as one of them does.
             chances = self._offered.chain(count)
             rows, passes = sum(chances), 1.0 + sum(1.0 - (1.0 - each) ** num_drafting for each in chances[:-1])
             passes = self.pass_shares(passes)
         return self.times.estimate(num_decoding + num_drafting * rows) + passes * drafting
+
+    @property
+    def _tried(self) -> int:
+        """Drafts of a try: where the model finds out itself how many are worth it, as many as it would be asked for."""
+        return self.most if self._all_cut else 1
 
     def pass_shares(self, passes: float) -> float:
         """What so many passes cost, in passes: where the model does not wait for the host between them, the first one,
@@ -538,3 +544,9 @@ class DeviceSpeculator(Speculator):
         self._followed.pop(seq, None)
         self._seen.pop(seq, None)
         self._usual_answer += _FOLLOW_ANSWERS * (len(seq.tokens) - seq.num_prompt_tokens - self._usual_answer)
+
+
+def _likeliest_alone(seq: Sequence) -> bool:
+    """As the worker sees it (`sampling.batch.likeliest_alone`), but for what differs from token to token."""
+    params = seq.request.params
+    return params.greedy or params.top_k == 1

@@ -192,7 +192,7 @@ class EagleDrafts:
                 if i not in live:
                     continue
                 chances[i] = likely[place]
-                if likely[place] < self._chain.floor:
+                if not likely[place] >= self._chain.floor:
                     live.remove(i)
                     continue
                 found[i].append(int(tokens[place]))

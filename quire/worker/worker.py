@@ -75,7 +75,9 @@ class Worker:
             max_model_len=self.pool.max_model_len, asked_len=self.spec.asked_len(config.model.max_model_len),
             shard=shard, ranks=None if collectives is None else collectives.group, dtype=None)
         self.weight_bytes = decoder.weight_bytes
-        self._helper = share_head(decoder, None if collectives is None else collectives.head)
+        # Pieces of a head have one thread each: with more, a rank is faster by itself.
+        shares = collectives is not None and config.model.num_threads == 1
+        self._helper = share_head(decoder, collectives.head if collectives and shares else None)
         draft = self._draft(source, config, ops, decoder)
         ops.library.quire_give_back()  # what the weights were read through
         groups = groups_with_draft(self.spec, self.pool.draft_bytes_per_token)
@@ -198,7 +200,7 @@ class Worker:
             helper.close()
         if "_cache" in self.__dict__:
             self._cache.close()
-        for name in ("_runner", "_cache", "_table"):
+        for name in ("_runner", "_cache", "_table", "_helper"):
             self.__dict__.pop(name, None)
 
 

@@ -232,11 +232,14 @@ def best(costs: list[float], count: int) -> float:
     return min(max(sum(costs[:cut]), best(costs[cut:], count - 1)) for cut in range(1, len(costs) - count + 2))
 
 
-def test_the_head_counts_as_a_fifth_of_what_it_weighs() -> None:
-    """With a vocabulary as dear as ten layers the last of two stages has two layers fewer."""
-    layers = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8}
+@pytest.mark.parametrize(("tied", "layers_of_head"), [(False, 4), (True, 10)])
+def test_the_head_counts_with_a_part_of_what_it_weighs(tied: bool, layers_of_head: int) -> None:
+    """With half of it; with a fifth where the first of two stages helps. As dear as so many layers, it leaves the last
+    of two stages two layers fewer."""
+    layers = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8,
+              "tie_word_embeddings": tied}
     spec = read_spec(config_of(make_model("llama", **layers)))
     layer = sum(np.prod(shape) for name, shape in spec.parameters().items() if name.startswith("layers.0."))
-    wide = read_spec(config_of(make_model("llama", **layers, vocab_size=round(10 * int(layer) / 48))))
+    wide = read_spec(config_of(make_model("llama", **layers, vocab_size=round(layers_of_head * int(layer) / 48))))
     assert stage_layers(spec, 2) == [(0, 4), (4, 8)]
     assert stage_layers(wide, 2) == [(0, 5), (5, 8)]

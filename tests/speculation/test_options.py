@@ -26,6 +26,7 @@ from quire.speculation.tree import TreeShape
     ({"method": "draft_model", "model": "x", "prompt_lookup_min": 2}, "prompt_lookup_min is for method ngram"),
     ({"method": "eagle", "min_draft_probability": 1.5}, "min_draft_probability must be a number between 0 and 1"),
     ({"method": "eagle", "min_draft_probability": True}, "min_draft_probability must be a number"),
+    ({"method": "eagle", "min_draft_probability": 0.1, "tree": {"width": 2}}, "min_draft_probability is for chains"),
     ({"method": "ngram", "min_draft_probability": 0.1}, "min_draft_probability is for method eagle or mtp"),
     ({"method": "skip_layers", "skipped_layers": [1.5]}, "skipped_layers must be a list of layer numbers"),
     ({"method": "skip_layers", "skipped_layers": []}, "skipped_layers must be a list of layer numbers"),

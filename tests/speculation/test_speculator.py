@@ -35,7 +35,7 @@ class Stream:
 
     def __init__(self, texts: list[list[int]], cost: Cost, speculator: Speculator | None, draft_cost: float = 0.0,
                  draft_hits: float = 0.0, depth: int = 1, host: float = 0.0, behind_cost: float = 0.0,
-                 prompt: int = 8, tree_hits: float = 0.0, sure: float = 1.0,
+                 prompt: int = 8, tree_hits: float = 0.0, sure: float = 1.0, temperature: float = 0.0,
                  sizes: tuple[int, ...] = (1, 2, 3, 5, 9, 16, 32, 64)) -> None:
         """`sizes`: those that were measured beforehand. `sure`: how often a model that cuts its chains offers a draft
         that is not right; it offers all that are."""
@@ -55,7 +55,7 @@ class Stream:
         self.scheduler = Scheduler(Limits(64, 4096, 4096), KVCacheManager(4096, 16), clock=lambda: self.now,
                                    speculator=speculator)
         for i, text in enumerate(texts):
-            params = SamplingParams(max_tokens=len(text) - prompt, ignore_eos=True)
+            params = SamplingParams(max_tokens=len(text) - prompt, ignore_eos=True, temperature=temperature)
             self.scheduler.add(Request(f"r{i}", text[:prompt], params, seed=i, arrival_time=0.0))
 
     def run(self) -> float:
@@ -210,6 +210,19 @@ def test_a_model_that_cuts_its_chains_is_asked_for_all_that_it_is_sure_of() -> N
         speculator.drafting.observe(1, 0.0005)
     assert speedup([free(1500)], cost, every, draft_cost=0.0005, draft_hits=0.5) < 1.2
     assert speedup([free(1500)], cost, cut, draft_cost=0.0005, draft_hits=0.5, sure=0.3) > 1.25
+
+
+@pytest.mark.parametrize("hits", [0.5, 0.6])
+def test_chains_of_drawn_tokens_are_as_long_as_it_pays(hits: float) -> None:
+    """They are not cut, so a model that cuts others is asked for as many as one that never does."""
+    def cost(tokens: int) -> float:
+        return 0.008 + 0.002 * tokens
+
+    gains = []
+    for speculator in (DeviceSpeculator(4), DeviceSpeculator(4, cuts=True)):
+        speculator.drafting.observe(1, 0.0005)
+        gains.append(speedup([free(1500)], cost, speculator, draft_cost=0.0005, draft_hits=hits, temperature=1.0))
+    assert gains[0] > 1.1 and gains[1] > 0.95 * gains[0]
 
 
 @pytest.mark.parametrize("hits", [0.0, 0.1])

@@ -86,8 +86,9 @@ EXPORT void quire_guess(const float *logits, int64_t rows, int64_t width, const 
     for (int64_t r = 0; r < rows; r++) {
         const float *x = logits + r * width;
         int64_t best = largest(x, width);
-        tokens[r] = best < 0 ? -1 : ids ? ids[best] : best;
         chances[r] = best < 0 ? -1.0f : share(x, width, x[best]);
+        if (!(chances[r] > 0.0f)) best = -1, chances[r] = -1.0f; /* a NaN among them */
+        tokens[r] = best < 0 ? -1 : ids ? ids[best] : best;
     }
 }
 
@@ -118,8 +119,9 @@ typedef struct {
 } recorded_pass;
 
 /* Run a recorded step up to `passes` times; each time its logits [seqs, width] give every sequence the next token. The
- * first time it may be another step, `first` (else NULL), and then `step` stands at the token before. `chances` [passes + 1, seqs] begin with those of the chains so far, and become those of the chains with each token; when
- * all have fallen below `floor`, nothing more is run. Returns the passes that were run; if a call of them found something
+ * first time it may be another step, `first` (else NULL), and then `step` stands at the token before. `chances`
+ * [passes + 1, seqs] begin with those of the chains so far, and become those of the chains with each token; when all have
+ * fallen below `floor`, nothing more is run. Returns the passes that were run; if a call of them found something
  * wrong, less than 0, and *failed says which it was. */
 EXPORT int64_t quire_draft_chain(const recorded_pass *first, const recorded_pass *next, int64_t *failed,
                                  const chain_step *step, int64_t width, const int64_t *ids, int64_t *tokens, float *chances,
