@@ -371,10 +371,11 @@ def _checked_message(message: Any, index: int) -> dict[str, Any]:
             raise ChatTemplateError(f"{where} (role {role!r}) needs a 'content'", f"{where}.content")
     elif not isinstance(content, str) and role not in _RESULT_ROLES:
         _check_parts(content, where)
-    thoughts = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    given = {name: value for name, value in message.items() if value is not None}  # as transformers does since 5.23
+    thoughts = next((given[name] for name in _REASONING if name in given), None)
     if thoughts is None:
-        return dict(message)
-    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
+        return given
+    return {"thinking": thoughts, **given, "reasoning_content": thoughts}
 
 
 def _check_parts(content: Any, where: str) -> None:
