@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +12,22 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize("part", ["rowwise", "decode", "mixed", "linear"])
+SHARES = {"rowwise": 3, "decode": 4, "mixed": 4, "linear": 3}
+"""Tests that the checks of a part are dealt to: most of their time is compilation, which processes share."""
+
+
+@pytest.mark.parametrize(("part", "share"), [(part, share) for part, count in SHARES.items() for share in range(count)])
 @torch.inference_mode()
-def test_kernels_agree_with_their_references(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def test_kernels_agree_with_their_references(monkeypatch: pytest.MonkeyPatch, part: str, share: int) -> None:
     from tests.gpu import smoke
 
     failures: list[str] = []
+    seen = itertools.count()
     done: list[str] = []
 
     def attempt(name: str, check: Callable[[], Any]) -> None:
+        if next(seen) % SHARES[part] != share:
+            return
         done.append(name)
         try:
             check()
@@ -30,4 +38,4 @@ def test_kernels_agree_with_their_references(monkeypatch: pytest.MonkeyPatch, pa
     monkeypatch.setattr(smoke, "attempt", attempt)
     torch.manual_seed(3)
     smoke.CHECKS[part]()
-    assert failures == [] and len(done) > 10
+    assert failures == [] and len(done) > 5

@@ -350,8 +350,10 @@ def check_mixed(
     tree: bool = False,
     sinks: bool = False,
     fp8: bool = False,
+    exact: bool = True,
     sizes: attention_mixed.MixedShape = attention_mixed.MixedShape(32, 32, 4, 2),  # noqa: B008
 ) -> float:
+    """`exact`: also that deterministic mode's two loops over the keys agree, bit for bit."""
     lengths = [q + c for q, c in zip(queries, contexts, strict=True)]
     qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, queries, lengths)
     if fp8:
@@ -370,8 +372,7 @@ def check_mixed(
         attention_mixed.mixed_attention, qkv, cache, table, None, start, length, seqs, firsts, shape, 0.2,
         window=window, softcap=softcap, detours=detours, sinks=scores, sizes=sizes,
     )  # fmt: skip
-    exact, once = run(exact=True), run(exact=True, once=True)
-    if not torch.equal(exact, once):
+    if exact and not torch.equal(run(exact=True), run(exact=True, once=True)):
         raise AssertionError("keys in one loop give other bits than in three")
     out = torch.full_like(want, math.nan)
     run(out=out)
