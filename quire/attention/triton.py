@@ -16,6 +16,8 @@ from quire.attention import prefill_libraries
 from quire.attention.backend import FreshPrompts, PrefillLibrary
 from quire.kernels.triton import fixed_prefill
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
+from quire.kernels.triton.attention_few import MOST_SEQUENCES, few_decode_attention
+from quire.kernels.triton.attention_few import fits as few_fits
 from quire.kernels.triton.attention_fresh import fresh_attention, fresh_fits
 from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
 from quire.kernels.triton.attention_rope import rope_decode_attention, rope_fits
@@ -350,13 +352,17 @@ class TritonAttention:
         turn: HeadTurn | None,
         options: dict[str, Any],
     ) -> None:
-        count = ctx.num_decodes
+        count, pdl = ctx.num_decodes, self.pdl and ctx.num_decodes == qkv.shape[0]
+        batch = (table, ctx.rows, ctx.context_len[:count], split, self.reserve(shape, split.tasks, count), shape, scale)
+        few = turn is not None and count <= MOST_SEQUENCES and options["softcap"] is None
+        if few and turn is not None and few_fits(self.device, qkv.dtype, shape, turn, cache):
+            few_decode_attention(qkv, cache, *batch, turn, window=options["window"], out=options["out"], pdl=pdl)
+            return
         sizes = decode_shape(count, shape.head_dim, qkv.element_size(), self.shared_memory)
         options = {
             **options, "keys": sizes.keys, "num_warps": sizes.warps, "num_stages": sizes.stages,
-            "carried": sizes.carried, "pdl": self.pdl and count == qkv.shape[0],
+            "carried": sizes.carried, "pdl": pdl,
         }  # fmt: skip
-        batch = (table, ctx.rows, ctx.context_len[:count], split, self.reserve(shape, split.tasks, count), shape, scale)
         if turn is None:
             decode_attention(qkv, cache, *batch, halves=sizes.carried, **options)
         else:

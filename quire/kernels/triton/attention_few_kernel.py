@@ -1,0 +1,250 @@
+"""The kernel of `attention_few`, in Gluon: decode attention of one or two sequences, whose time is latency.
+
+A program has some keys of a sequence and a KV head, and all query heads of that KV head, at most eight. Its first keys
+come to registers, as the tensor cores want them, and its first values to shared memory before it waits for the kernel
+before, which wrote nothing but the step's q, k and v. Keys are the rows of the first operand and queries the columns
+of the second: so q is normed and rotated where it is multiplied, by each warp for itself. The step's own key and value
+take their places in the operands; the cache gets them for later steps. As in `attention_decode`, the program that is
+done last joins a sequence's pieces in their order.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_MOST_QUERIES = gl.constexpr(8)
+"""Columns that an MMA has."""
+_JOINED = gl.constexpr(16)
+"""Pieces that are read at once."""
+
+
+@gluon.jit
+def _places(span, table, head, NUM_KV: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr,
+            LAYOUT: gl.constexpr):  # fmt: skip
+    """Where KEYS keys of a sequence lie in the cache, and which of them to read. `span`: (the first of them, first and
+    end of those to read)."""
+    position = span[0] + gl.arange(0, KEYS, LAYOUT)
+    seen = (position >= span[1]) & (position < span[2])
+    block = gl.load(table + position // PAGE, mask=seen, other=0).to(gl.int64)
+    return ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM, seen
+
+
+@gluon.jit
+def _place(table, head, position, NUM_KV: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr):
+    block = gl.load(table + position // PAGE).to(gl.int64)
+    return ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
+
+
+@gluon.jit
+def _load(
+    span, table, head, k_cache, v_cache, values, NUM_KV: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr,
+    KEYS: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
+):  # fmt: skip
+    """Both halves of keys' features, each [keys, DIM / 2] as the tensor cores' first operand; values go to shared
+    memory."""
+    places, seen = _places(span, table, head, NUM_KV, PAGE, DIM, KEYS, gl.SliceLayout(1, KEY))
+    half = k_cache + (places[:, None] + gl.arange(0, DIM // 2, gl.SliceLayout(0, KEY))[None, :])
+    low = gl.load(half, mask=seen[:, None], other=0.0)
+    high = gl.load(half + DIM // 2, mask=seen[:, None], other=0.0)
+    rows, real = _places(span, table, head, NUM_KV, PAGE, DIM, KEYS, gl.SliceLayout(1, VALUE))
+    whole = v_cache + (rows[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, VALUE))[None, :])
+    values.store(gl.load(whole, mask=real[:, None], other=0.0))
+    return low, high
+
+
+@gluon.jit
+def _turned(low, high, low_gain, high_gain, cos, sin, factor, NORM: gl.constexpr):
+    if NORM:
+        low = low * factor * low_gain
+        high = high * factor * high_gain
+    return low * cos - high * sin, high * cos + low * sin
+
+
+@gluon.jit
+def _queries(
+    qkv, rope, q_norm, newest, head, eps, GROUP: gl.constexpr, DIM: gl.constexpr, NORM: gl.constexpr, QUERY: gl.constexpr
+):  # fmt: skip
+    """The queries, normed and rotated: both halves of the features, [DIM / 2, 8] as the second operand."""
+    HALF: gl.constexpr = DIM // 2
+    dim = gl.arange(0, HALF, gl.SliceLayout(1, QUERY))[:, None]
+    member = gl.arange(0, _MOST_QUERIES, gl.SliceLayout(0, QUERY))[None, :]
+    start = qkv + ((head * GROUP + member) * DIM + dim)
+    low = gl.load(start, mask=member < GROUP, other=0.0).to(gl.float32)
+    high = gl.load(start + HALF, mask=member < GROUP, other=0.0).to(gl.float32)
+    cos = gl.load(rope + (newest * DIM + dim))
+    sin = gl.load(rope + (newest * DIM + dim) + HALF)
+    low_gain = cos
+    high_gain = cos
+    factor = gl.sum(low * low, 0)
+    if NORM:
+        low_gain = gl.load(q_norm + dim).to(gl.float32)
+        high_gain = gl.load(q_norm + dim + HALF).to(gl.float32)
+        factor = gl.rsqrt((factor + gl.sum(high * high, 0)) / DIM + eps)
+    low, high = _turned(low, high, low_gain, high_gain, cos, sin, factor[None, :], NORM)
+    return low.to(qkv.dtype.element_ty), high.to(qkv.dtype.element_ty)
+
+
+@gluon.jit
+def _new_key(source, rope, k_norm, newest, eps, DIM: gl.constexpr, NORM: gl.constexpr, LAYOUT: gl.constexpr):
+    """The step's key: both halves of its features."""
+    HALF: gl.constexpr = DIM // 2
+    dim = gl.arange(0, HALF, LAYOUT)
+    low = gl.load(source + dim).to(gl.float32)
+    high = gl.load(source + dim + HALF).to(gl.float32)
+    cos = gl.load(rope + newest * DIM + dim)
+    sin = gl.load(rope + newest * DIM + dim + HALF)
+    low_gain = cos
+    high_gain = cos
+    factor = gl.sum(low * low, 0)
+    if NORM:
+        low_gain = gl.load(k_norm + dim).to(gl.float32)
+        high_gain = gl.load(k_norm + dim + HALF).to(gl.float32)
+        factor = gl.rsqrt((factor + gl.sum(high * high, 0)) / DIM + eps)
+    low, high = _turned(low, high, low_gain, high_gain, cos, sin, factor, NORM)
+    return low.to(source.dtype.element_ty), high.to(source.dtype.element_ty)
+
+
+@gluon.jit
+def _join(
+    partial, summary, target, first, pieces, num_parts, NUM_KV: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    JOIN: gl.constexpr,
+):  # fmt: skip
+    """The weighted mean of all pieces: a thread has some features of one query head, of each of 16 pieces at once."""
+    OF_PIECE: gl.constexpr = gl.SliceLayout(2, JOIN)
+    FOUND: gl.constexpr = gl.SliceLayout(0, JOIN)
+    lane = gl.arange(0, _JOINED, gl.SliceLayout(1, OF_PIECE))[:, None]
+    member = gl.arange(0, _MOST_QUERIES, gl.SliceLayout(0, OF_PIECE))[None, :]
+    dim = gl.arange(0, DIM, gl.SliceLayout(0, gl.SliceLayout(1, JOIN)))[None, None, :]
+    peak = gl.full((_MOST_QUERIES,), float("-inf"), gl.float32, gl.SliceLayout(0, OF_PIECE))
+    total = gl.zeros((_MOST_QUERIES,), gl.float32, gl.SliceLayout(0, OF_PIECE))
+    sums = gl.zeros((_MOST_QUERIES, DIM), gl.float32, FOUND)
+    for start in range(0, pieces, _JOINED):
+        part = (first + (start + lane) * NUM_KV) * GROUP + member
+        real = (start + lane < pieces) & (member < GROUP)
+        height = gl.load(summary + part, mask=real, other=float("-inf"), cache_modifier=".cg")
+        weight = gl.load(summary + num_parts * GROUP + part, mask=real, other=0.0, cache_modifier=".cg")
+        place = partial + (part[:, :, None] * DIM + dim)
+        values = gl.load(place, mask=real[:, :, None], other=0.0, cache_modifier=".cg")
+        higher = gl.maximum(peak, gl.max(height, 0))
+        # Queries that are none have no peak; 0 instead keeps their weight from being NaN.
+        level = gl.where(higher == float("-inf"), 0.0, higher)
+        shrink = gl.exp2(peak - level)
+        share = gl.exp2(height - level[None, :])
+        total = total * shrink + gl.sum(share * weight, 0)
+        grown = gl.convert_layout(shrink, gl.SliceLayout(1, FOUND), assert_trivial=True)
+        sums = sums * grown[:, None] + gl.sum(values * share[:, :, None], 0)
+        peak = higher
+    divisor = gl.convert_layout(total, gl.SliceLayout(1, FOUND), assert_trivial=True)
+    row = gl.arange(0, _MOST_QUERIES, gl.SliceLayout(1, FOUND))[:, None]
+    place = target + (row * DIM + gl.arange(0, DIM, gl.SliceLayout(0, FOUND))[None, :])
+    gl.store(place, (sums / divisor[:, None]).to(target.dtype.element_ty), mask=row < GROUP)
+
+
+@gluon.jit
+def _finish(
+    acc, peak, total, out, seq, head, task, scratch, NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr,
+    DIM: gl.constexpr, SUMS: gl.constexpr, JOIN: gl.constexpr,
+):  # fmt: skip
+    """A sequence of one piece is done; of more, this piece is stored, and the last one that is joins them."""
+    number, piece, pieces = task
+    partial, summary, arrived, num_parts = scratch
+    dim = gl.arange(0, DIM, gl.SliceLayout(1, SUMS))[:, None]
+    member = gl.arange(0, _MOST_QUERIES, gl.SliceLayout(0, SUMS))
+    heads = out + seq * (NUM_HEADS * DIM) + head * GROUP * DIM
+    if pieces == 1:
+        found = (acc / total[None, :]).to(out.dtype.element_ty)
+        gl.store(heads + (member[None, :] * DIM + dim), found, mask=member[None, :] < GROUP)
+    else:
+        mine = (number * NUM_KV + head) * GROUP
+        gl.store(partial + ((mine + member)[None, :] * DIM + dim), acc, mask=member[None, :] < GROUP)
+        gl.store(summary + mine + member, peak, mask=member < GROUP)
+        gl.store(summary + num_parts * GROUP + mine + member, total, mask=member < GROUP)
+        # Every thread's stores come before the one thread's atomic that publishes them.
+        gl.thread_barrier()
+        if gl.atomic_add(arrived + seq * NUM_KV + head, 1, sem="acq_rel") == pieces - 1:
+            first = (number - piece) * NUM_KV + head
+            _join(partial, summary, heads, first, pieces, num_parts, NUM_KV, GROUP, DIM, JOIN)
+            gl.store(arrived + seq * NUM_KV + head, 0)
+
+
+@gluon.jit(do_not_specialize=["num_parts"])
+def few_decode_kernel(
+    qkv, k_cache, v_cache, out, tables, rows, context_len, task_seq, task_piece, piece_count, piece_length, partial,
+    summary, arrived, rope, q_norm, k_norm, eps, scale, window, num_parts, q_stride, table_stride,
+    NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+    KEYS: gl.constexpr, STEP: gl.constexpr, HAS_ROWS: gl.constexpr, NORM: gl.constexpr, PDL: gl.constexpr,
+    SUMS: gl.constexpr, VALUE: gl.constexpr, JOIN: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    KEY: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
+    QUERY: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
+    TURNED: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    WEIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    head = gl.program_id(0) % NUM_KV
+    number = gl.program_id(0) // NUM_KV
+    seq = gl.load(task_seq + number)
+    owner = gl.maximum(seq, 0)
+    piece = gl.load(task_piece + number)
+    pieces = gl.load(piece_count + owner)
+    step = gl.load(piece_length)
+    length = gl.load(context_len + owner)
+    row = owner
+    if HAS_ROWS:
+        row = gl.maximum(gl.load(rows + owner), 0)
+    table = tables + row.to(gl.int64) * table_stride
+    first = gl.maximum(length - window, 0)
+    begin = first // STEP * STEP + piece * step
+    newest = gl.maximum(length - 1, 0)
+    # The step's own key is not in the cache yet.
+    old = gl.where(seq >= 0, gl.minimum(begin + step, newest), 0)
+    values = gl.allocate_shared_memory(k_cache.dtype.element_ty, [1, KEYS, DIM], SHARED)
+    span = (begin, first, old)
+    k_low, k_high = _load(span, table, head, k_cache, v_cache, values.index(0), NUM_KV, PAGE, DIM, KEYS, KEY, VALUE)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if seq >= 0:
+        source = qkv + seq.to(gl.int64) * q_stride
+        own = source + (NUM_HEADS + head) * DIM
+        q_low, q_high = _queries(source, rope, q_norm, newest, head, eps, GROUP, DIM, NORM, QUERY)
+        end = gl.minimum(begin + step, length)
+        peak = gl.full((_MOST_QUERIES,), float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
+        weights = gl.zeros((KEYS, _MOST_QUERIES), gl.float32, SUMS)
+        acc = gl.zeros((DIM, _MOST_QUERIES), gl.float32, SUMS)
+        for start in range(begin, end, KEYS):
+            has_new = (end == length) & (start + KEYS >= end)
+            if has_new:
+                low, high = _new_key(own, rope, k_norm, newest, eps, DIM, NORM, gl.SliceLayout(0, KEY))
+                mine = newest - start == gl.arange(0, KEYS, gl.SliceLayout(1, KEY))
+                k_low = gl.where(mine[:, None], low[None, :], k_low)
+                k_high = gl.where(mine[:, None], high[None, :], k_high)
+                feature = gl.arange(0, DIM // 2, gl.SliceLayout(0, KEY))
+                place = k_cache + _place(table, head, newest, NUM_KV, PAGE, DIM)
+                gl.store(place + feature, low)
+                gl.store(place + DIM // 2 + feature, high)
+            scores = mma_v2(k_low, q_low, gl.zeros((KEYS, _MOST_QUERIES), gl.float32, SUMS))
+            scores = mma_v2(k_high, q_high, scores) * scale
+            position = start + gl.arange(0, KEYS, gl.SliceLayout(1, SUMS))
+            seen = (position >= first) & (position < end)
+            scores = gl.where(seen[:, None], scores, float("-inf"))
+            higher = gl.maximum(peak, gl.max(scores, 0))
+            weight = gl.exp2(scores - higher[None, :])
+            shrink = gl.exp2(peak - higher)
+            weights = weights * shrink[None, :] + weight
+            share = gl.convert_layout(weight.to(qkv.dtype.element_ty), WEIGHT)
+            v = values.index(0).permute([1, 0]).load(TURNED)
+            if has_new:
+                dim = gl.arange(0, DIM, gl.SliceLayout(1, TURNED))
+                value = gl.load(own + NUM_KV * DIM + dim)
+                v = gl.where((newest - start == gl.arange(0, KEYS, gl.SliceLayout(0, TURNED)))[None, :], value[:, None], v)
+                gl.store(v_cache + _place(table, head, newest, NUM_KV, PAGE, DIM) + dim, value)
+            acc = mma_v2(v, share, acc * shrink[None, :])
+            peak = higher
+            if start + KEYS < end:
+                after = (start + KEYS, first, old)
+                k_low, k_high = _load(
+                    after, table, head, k_cache, v_cache, values.index(0), NUM_KV, PAGE, DIM, KEYS, KEY, VALUE)
+        _finish(acc, peak, gl.sum(weights, 0), out, seq.to(gl.int64), head, (number, piece, pieces),
+                (partial, summary, arrived, num_parts), NUM_HEADS, NUM_KV, GROUP, DIM, SUMS, JOIN)  # fmt: skip

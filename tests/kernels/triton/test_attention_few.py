@@ -1,0 +1,59 @@
+"""Decode attention of one or two sequences, run by our interpreter beside the kernels and references it stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from quire.kernels.triton import attention_few
+from quire.kernels.types import HeadShape, HeadTurn, pair_cache
+from tests.kernels.triton import cases
+from tests.kernels.triton.gluon_interpreter import interpreting
+from tests.kernels.triton.test_linear_codes import reversed_range
+
+EARLY = (
+    "k_cache", "v_cache", "tables", "rows", "context_len", "task_seq", "task_piece", "piece_count", "piece_length",
+    "rope", "q_norm", "k_norm",
+)  # fmt: skip
+"""What no kernel of the step has written before this one: of the cache, what is read before it has waited."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "options"),
+    [
+        (HeadShape(4, 1, 128), [1], {}),
+        (HeadShape(4, 2, 128), [128], {"norms": False}),
+        (HeadShape(5, 1, 128), [129], {"rows": True}),
+        (HeadShape(8, 1, 128), [300, 77], {"extra": 3}),
+        (HeadShape(2, 1, 128), [700], {"extra": 2}),
+        (HeadShape(2, 2, 128), [513, 0], {"extra": 1, "rows": True}),
+        (HeadShape(2, 1, 128), [500], {"window": 150}),
+    ],
+)
+@pytest.mark.parametrize("order", [range, reversed_range])
+def test_it_attends_as_rotation_and_attention_apart(
+    shape: HeadShape, lengths: list[int], options: dict[str, Any], order: Any
+) -> None:
+    """Pieces of one tile and of several, joined by whoever is last."""
+    torch.manual_seed(len(lengths) + lengths[0])
+    with interpreting(order, None, EARLY):
+        cases.check_rope_decode("cpu", torch.bfloat16, shape, 16, lengths, few=True, pdl=True, **options)
+
+
+def test_what_it_does_not_know_is_left_to_the_other_kernel() -> None:
+    dtype, turn = torch.bfloat16, HeadTurn(torch.empty(8, 128))
+
+    def cache(kind: torch.dtype, dim: int = 128) -> Any:
+        return pair_cache(*(torch.empty(2, 1, 16, dim).to(kind) for _ in range(2)), 16)
+
+    takes = attention_few.takes
+    assert takes(dtype, HeadShape(8, 1, 128), turn, cache(dtype))
+    assert not takes(dtype, HeadShape(9, 1, 128), turn, cache(dtype))
+    assert not takes(torch.float32, HeadShape(8, 1, 128), turn, cache(torch.float32))
+    assert not takes(dtype, HeadShape(8, 1, 128), turn, cache(torch.float8_e4m3fn))
+    assert not takes(dtype, HeadShape(8, 1, 64), HeadTurn(torch.empty(8, 64)), cache(dtype, 64))
+    assert not takes(dtype, HeadShape(8, 1, 128), HeadTurn(torch.empty(8, 128), sinks=torch.empty(8)), cache(dtype))
