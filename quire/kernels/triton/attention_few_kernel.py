@@ -33,78 +33,69 @@ def _places(span, table, head, NUM_KV: gl.constexpr, PAGE: gl.constexpr, DIM: gl
 
 
 @gluon.jit
-def _place(table, head, position, NUM_KV: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr):
-    block = gl.load(table + position // PAGE).to(gl.int64)
-    return ((block * NUM_KV + head) * PAGE + position % PAGE) * DIM
-
-
-@gluon.jit
 def _load(
-    span, table, head, k_cache, v_cache, values, NUM_KV: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr,
+    span, table, head, k_cache, v_cache, NUM_KV: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr,
     KEYS: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
-    """Both halves of keys' features, each [keys, DIM / 2] as the tensor cores' first operand; values go to shared
-    memory."""
+    """Both halves of keys' features, each [keys, DIM / 2] as the tensor cores' first operand, and values."""
     places, seen = _places(span, table, head, NUM_KV, PAGE, DIM, KEYS, gl.SliceLayout(1, KEY))
     half = k_cache + (places[:, None] + gl.arange(0, DIM // 2, gl.SliceLayout(0, KEY))[None, :])
     low = gl.load(half, mask=seen[:, None], other=0.0)
     high = gl.load(half + DIM // 2, mask=seen[:, None], other=0.0)
     rows, real = _places(span, table, head, NUM_KV, PAGE, DIM, KEYS, gl.SliceLayout(1, VALUE))
     whole = v_cache + (rows[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, VALUE))[None, :])
-    values.store(gl.load(whole, mask=real[:, None], other=0.0))
-    return low, high
+    return low, high, gl.load(whole, mask=real[:, None], other=0.0)
 
 
 @gluon.jit
-def _turned(low, high, low_gain, high_gain, cos, sin, factor, NORM: gl.constexpr):
+def _halves(start, DIM: gl.constexpr, LAYOUT: gl.constexpr):
+    """The first and the second half of DIM numbers."""
+    place = start + gl.arange(0, DIM // 2, LAYOUT)
+    return gl.load(place), gl.load(place + DIM // 2)
+
+
+@gluon.jit
+def _turned(low, high, square, gains, angles, eps, DIM: gl.constexpr, NORM: gl.constexpr):
+    """Both halves of heads, of which the squares' sum is given, normed and rotated."""
     if NORM:
-        low = low * factor * low_gain
-        high = high * factor * high_gain
+        factor = gl.rsqrt(square / DIM + eps)
+        low = low * factor * gains[0]
+        high = high * factor * gains[1]
+    cos, sin = angles
     return low * cos - high * sin, high * cos + low * sin
 
 
 @gluon.jit
-def _queries(
-    qkv, rope, q_norm, newest, head, eps, GROUP: gl.constexpr, DIM: gl.constexpr, NORM: gl.constexpr, QUERY: gl.constexpr
-):  # fmt: skip
-    """The queries, normed and rotated: both halves of the features, [DIM / 2, 8] as the second operand."""
-    HALF: gl.constexpr = DIM // 2
-    dim = gl.arange(0, HALF, gl.SliceLayout(1, QUERY))[:, None]
+def _load_queries(qkv, head, GROUP: gl.constexpr, DIM: gl.constexpr, QUERY: gl.constexpr):
+    """Both halves of the features, [DIM / 2, 8] as the second operand."""
+    dim = gl.arange(0, DIM // 2, gl.SliceLayout(1, QUERY))[:, None]
     member = gl.arange(0, _MOST_QUERIES, gl.SliceLayout(0, QUERY))[None, :]
     start = qkv + ((head * GROUP + member) * DIM + dim)
-    low = gl.load(start, mask=member < GROUP, other=0.0).to(gl.float32)
-    high = gl.load(start + HALF, mask=member < GROUP, other=0.0).to(gl.float32)
-    cos = gl.load(rope + (newest * DIM + dim))
-    sin = gl.load(rope + (newest * DIM + dim) + HALF)
-    low_gain = cos
-    high_gain = cos
-    factor = gl.sum(low * low, 0)
-    if NORM:
-        low_gain = gl.load(q_norm + dim).to(gl.float32)
-        high_gain = gl.load(q_norm + dim + HALF).to(gl.float32)
-        factor = gl.rsqrt((factor + gl.sum(high * high, 0)) / DIM + eps)
-    low, high = _turned(low, high, low_gain, high_gain, cos, sin, factor[None, :], NORM)
-    return low.to(qkv.dtype.element_ty), high.to(qkv.dtype.element_ty)
+    low = gl.load(start, mask=member < GROUP, other=0.0)
+    return low, gl.load(start + DIM // 2, mask=member < GROUP, other=0.0)
 
 
 @gluon.jit
-def _new_key(source, rope, k_norm, newest, eps, DIM: gl.constexpr, NORM: gl.constexpr, LAYOUT: gl.constexpr):
-    """The step's key: both halves of its features."""
-    HALF: gl.constexpr = DIM // 2
-    dim = gl.arange(0, HALF, LAYOUT)
-    low = gl.load(source + dim).to(gl.float32)
-    high = gl.load(source + dim + HALF).to(gl.float32)
-    cos = gl.load(rope + newest * DIM + dim)
-    sin = gl.load(rope + newest * DIM + dim + HALF)
-    low_gain = cos
-    high_gain = cos
-    factor = gl.sum(low * low, 0)
-    if NORM:
-        low_gain = gl.load(k_norm + dim).to(gl.float32)
-        high_gain = gl.load(k_norm + dim + HALF).to(gl.float32)
-        factor = gl.rsqrt((factor + gl.sum(high * high, 0)) / DIM + eps)
-    low, high = _turned(low, high, low_gain, high_gain, cos, sin, factor, NORM)
-    return low.to(source.dtype.element_ty), high.to(source.dtype.element_ty)
+def _queries(raw, gains, angles, eps, DIM: gl.constexpr, NORM: gl.constexpr):
+    low = raw[0].to(gl.float32)
+    high = raw[1].to(gl.float32)
+    square = (gl.sum(low * low, 0) + gl.sum(high * high, 0))[None, :]
+    gains = (gains[0].to(gl.float32)[:, None], gains[1].to(gl.float32)[:, None])
+    low, high = _turned(low, high, square, gains, (angles[0][:, None], angles[1][:, None]), eps, DIM, NORM)
+    return low.to(raw[0].dtype), high.to(raw[0].dtype)
+
+
+@gluon.jit
+def _new_key(low, high, gains, angles, eps, DIM: gl.constexpr, NORM: gl.constexpr, LAYOUT: gl.constexpr):
+    kind: gl.constexpr = low.dtype
+    low = low.to(gl.float32)
+    high = high.to(gl.float32)
+    cos = gl.convert_layout(angles[0], LAYOUT, assert_trivial=True)
+    sin = gl.convert_layout(angles[1], LAYOUT, assert_trivial=True)
+    gains = (gains[0].to(gl.float32), gains[1].to(gl.float32))
+    square = gl.sum(low * low, 0) + gl.sum(high * high, 0)
+    low, high = _turned(low, high, square, gains, (cos, sin), eps, DIM, NORM)
+    return low.to(kind), high.to(kind)
 
 
 @gluon.jit
@@ -199,31 +190,51 @@ def few_decode_kernel(
     newest = gl.maximum(length - 1, 0)
     # The step's own key is not in the cache yet.
     old = gl.where(seq >= 0, gl.minimum(begin + step, newest), 0)
-    values = gl.allocate_shared_memory(k_cache.dtype.element_ty, [1, KEYS, DIM], SHARED)
+    values = gl.allocate_shared_memory(k_cache.dtype.element_ty, [1, KEYS, DIM], SHARED).index(0)
     span = (begin, first, old)
-    k_low, k_high = _load(span, table, head, k_cache, v_cache, values.index(0), NUM_KV, PAGE, DIM, KEYS, KEY, VALUE)
+    k_low, k_high, later = _load(span, table, head, k_cache, v_cache, NUM_KV, PAGE, DIM, KEYS, KEY, VALUE)
+    values.store(later)
+    block = gl.load(table + newest // PAGE).to(gl.int64)
+    place = ((block * NUM_KV + head) * PAGE + newest % PAGE) * DIM
+    angles = _halves(rope + newest * DIM, DIM, gl.SliceLayout(1, QUERY))
+    q_gains = angles
+    k_gains = angles
+    if NORM:
+        q_gains = _halves(q_norm, DIM, gl.SliceLayout(1, QUERY))
+        k_gains = _halves(k_norm, DIM, gl.SliceLayout(0, KEY))
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     if seq >= 0:
         source = qkv + seq.to(gl.int64) * q_stride
         own = source + (NUM_HEADS + head) * DIM
-        q_low, q_high = _queries(source, rope, q_norm, newest, head, eps, GROUP, DIM, NORM, QUERY)
+        raw = _load_queries(source, head, GROUP, DIM, QUERY)
+        low, high = _halves(own, DIM, gl.SliceLayout(0, KEY))
+        dim = gl.arange(0, DIM, gl.SliceLayout(1, TURNED))
+        value = gl.load(own + NUM_KV * DIM + dim)
+        q_low, q_high = _queries(raw, q_gains, angles, eps, DIM, NORM)
         end = gl.minimum(begin + step, length)
+        if end == length:
+            low, high = _new_key(low, high, k_gains, angles, eps, DIM, NORM, gl.SliceLayout(0, KEY))
+            feature = gl.arange(0, DIM // 2, gl.SliceLayout(0, KEY))
+            gl.store(k_cache + place + feature, low)
+            gl.store(k_cache + place + DIM // 2 + feature, high)
+            gl.store(v_cache + place + dim, value)
         peak = gl.full((_MOST_QUERIES,), float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
         weights = gl.zeros((KEYS, _MOST_QUERIES), gl.float32, SUMS)
         acc = gl.zeros((DIM, _MOST_QUERIES), gl.float32, SUMS)
         for start in range(begin, end, KEYS):
-            has_new = (end == length) & (start + KEYS >= end)
-            if has_new:
-                low, high = _new_key(own, rope, k_norm, newest, eps, DIM, NORM, gl.SliceLayout(0, KEY))
+            more = start + KEYS < end
+            low_later = k_low
+            high_later = k_high
+            if more:
+                after = (start + KEYS, first, old)
+                low_later, high_later, later = _load(
+                    after, table, head, k_cache, v_cache, NUM_KV, PAGE, DIM, KEYS, KEY, VALUE)
+            elif end == length:
                 mine = newest - start == gl.arange(0, KEYS, gl.SliceLayout(1, KEY))
                 k_low = gl.where(mine[:, None], low[None, :], k_low)
                 k_high = gl.where(mine[:, None], high[None, :], k_high)
-                feature = gl.arange(0, DIM // 2, gl.SliceLayout(0, KEY))
-                place = k_cache + _place(table, head, newest, NUM_KV, PAGE, DIM)
-                gl.store(place + feature, low)
-                gl.store(place + DIM // 2 + feature, high)
             scores = mma_v2(k_low, q_low, gl.zeros((KEYS, _MOST_QUERIES), gl.float32, SUMS))
             scores = mma_v2(k_high, q_high, scores) * scale
             position = start + gl.arange(0, KEYS, gl.SliceLayout(1, SUMS))
@@ -234,17 +245,15 @@ def few_decode_kernel(
             shrink = gl.exp2(peak - higher)
             weights = weights * shrink[None, :] + weight
             share = gl.convert_layout(weight.to(qkv.dtype.element_ty), WEIGHT)
-            v = values.index(0).permute([1, 0]).load(TURNED)
-            if has_new:
-                dim = gl.arange(0, DIM, gl.SliceLayout(1, TURNED))
-                value = gl.load(own + NUM_KV * DIM + dim)
-                v = gl.where((newest - start == gl.arange(0, KEYS, gl.SliceLayout(0, TURNED)))[None, :], value[:, None], v)
-                gl.store(v_cache + _place(table, head, newest, NUM_KV, PAGE, DIM) + dim, value)
+            v = values.permute([1, 0]).load(TURNED)
+            if (end == length) & (start + KEYS >= end):
+                here = newest - start == gl.arange(0, KEYS, gl.SliceLayout(0, TURNED))
+                v = gl.where(here[None, :], value[:, None], v)
             acc = mma_v2(v, share, acc * shrink[None, :])
             peak = higher
-            if start + KEYS < end:
-                after = (start + KEYS, first, old)
-                k_low, k_high = _load(
-                    after, table, head, k_cache, v_cache, values.index(0), NUM_KV, PAGE, DIM, KEYS, KEY, VALUE)
+            if more:
+                values.store(later)
+            k_low = low_later
+            k_high = high_later
         _finish(acc, peak, gl.sum(weights, 0), out, seq.to(gl.int64), head, (number, piece, pieces),
                 (partial, summary, arrived, num_parts), NUM_HEADS, NUM_KV, GROUP, DIM, SUMS, JOIN)  # fmt: skip
