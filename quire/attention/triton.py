@@ -104,8 +104,8 @@ class TritonAttention:
         fixed_early: bool = False,
         fixed_kernels: bool = False,
     ) -> None:
-        """`fixed_early`: early launch in deterministic mode, in every step. `fixed_kernels`: its faster kernels, whose
-        bits have not been compared on a chip yet; keys and values have the activations' type."""
+        """`fixed_early`: early launch in deterministic mode, in every step. `fixed_kernels`: its faster kernels, with
+        the same bits; keys and values have the activations' type."""
         self.device = device
         self.deterministic = deterministic
         self._fixed_early = fixed_early and deterministic

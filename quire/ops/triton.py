@@ -68,7 +68,6 @@ class TritonOps(Ops):
         pdl: bool = False,
         named_algorithms: bool = True,
         fixed_prefetch: bool = True,
-        fixed_attention: bool = False,
         rounding: Rounding | None = None,
     ) -> None:
         self.device = torch.device(device)
@@ -79,11 +78,9 @@ class TritonOps(Ops):
         prefetch = prefetch and (fixed_prefetch or not deterministic)
         self._fixed_prefetch = prefetch and deterministic
         # Deterministic mode runs one compiled kernel in every step. Early launch would be another kernel, which might
-        # round differently, so there norms and gates have it in every step (beside GEMMs that prefetch) or in none, and
-        # with `fixed_attention` rotations and attention too. So would another number of heads at once, whose squares
-        # are summed in another order.
+        # round differently, so there norms, gates, rotations and decode attention have it in every step (beside GEMMs
+        # that prefetch) or in none. So would another number of heads at once, whose squares are summed otherwise.
         self._fixed_early = self._fixed_prefetch and pdl
-        self._rope_early = self._fixed_early and fixed_attention
         self.pdl = pdl = pdl and not deterministic
         self._heads_at_once = _FIXED_HEADS if deterministic else None
         self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
@@ -101,8 +98,8 @@ class TritonOps(Ops):
             pdl=pdl,
             dense_prefill=dense_prefill,
             prompt_rows=prompt_rows,
-            fixed_early=self._rope_early,
-            fixed_kernels=fixed_attention and self.kv_dtype == dtype,
+            fixed_early=self._fixed_early,
+            fixed_kernels=self.kv_dtype == dtype,
         )
 
     def close(self) -> None:
@@ -331,7 +328,7 @@ class TritonOps(Ops):
             q_norm,
             k_norm,
             norm_eps,
-            pdl=self._rope_early or (self.pdl and ctx.num_decodes == qkv.shape[0]),
+            pdl=self._fixed_early or (self.pdl and ctx.num_decodes == qkv.shape[0]),
             heads_at_once=self._heads_at_once,
         )
 

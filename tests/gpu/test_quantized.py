@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.untried import untried
-
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
@@ -198,7 +196,6 @@ def test_the_kernel_of_codes_itself(rows: int) -> None:
                 close(got, x.float() @ want.float().t(), 0.005, (sizes, features))
 
 
-@untried
 @pytest.mark.parametrize("form", ["plain", "norm", "gated"])
 @pytest.mark.parametrize("offsets", [False, True])
 def test_the_kernel_of_one_row_of_codes_itself(form: str, offsets: bool) -> None:

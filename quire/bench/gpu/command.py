@@ -82,8 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fixed-prefetch", action=argparse.BooleanOptionalAction, default=True,
                         help="with --deterministic: GEMMs of up to 8 rows, and those of the table, by kernels that "
                              "prefetch, same bits (default: on)")
-    parser.add_argument("--fixed-attention", action=argparse.BooleanOptionalAction, default=False,
-                        help="with --deterministic: attention by its newer kernels (default: off)")
     parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
                         help="programmatic dependent launch in decode steps (default: on)")
     parser.add_argument("--pad-mixed", action=argparse.BooleanOptionalAction, default=True,
@@ -215,7 +213,6 @@ def _options(args: argparse.Namespace, max_num_seqs: int, max_model_len: int) ->
         pad_mixed=args.pad_mixed,
         named_algorithms=args.named_algorithms,
         fixed_prefetch=args.fixed_prefetch,
-        fixed_attention=args.fixed_attention,
         rounding=_rounding(args),
     )
 
@@ -316,7 +313,6 @@ def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.N
         "options": {name: getattr(args, name) for name in ("depth", "block_size", "dtype", "kv_cache_dtype",
                                                            "quantization",
                                                            "enforce_eager", "deterministic", "fixed_prefetch",
-                                                           "fixed_attention",
                                                            "launch_early",
                                                            "named_algorithms", "max_num_batched_tokens",
                                                            "fuse_rope", "prompt_rows", "pad_mixed")},

@@ -161,6 +161,50 @@ def _finish(
             gl.store(arrived + seq * NUM_KV + head, 0)
 
 
+@gluon.jit
+def _add_tile(
+    tile, queries, new, values, sums, start, newest, first, end, length, scale, KEYS: gl.constexpr, SUMS: gl.constexpr
+):  # fmt: skip
+    """Maximum, weights and weighted values with the keys from `start` on. `new`: the step's key and value, which are of
+    this tile if it is the last one; else they are not looked at."""
+    KEY: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
+    TURNED: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    k_low, k_high = tile
+    peak, weights, acc = sums
+    v = values.permute([1, 0]).load(TURNED)
+    if (end == length) & (start + KEYS >= end):
+        mine = newest - start == gl.arange(0, KEYS, gl.SliceLayout(1, KEY))
+        k_low = gl.where(mine[:, None], new[0][None, :], k_low)
+        k_high = gl.where(mine[:, None], new[1][None, :], k_high)
+        here = newest - start == gl.arange(0, KEYS, gl.SliceLayout(0, TURNED))
+        v = gl.where(here[None, :], new[2][:, None], v)
+    scores = mma_v2(k_low, queries[0], gl.zeros((KEYS, _MOST_QUERIES), gl.float32, SUMS))
+    scores = mma_v2(k_high, queries[1], scores) * scale
+    position = start + gl.arange(0, KEYS, gl.SliceLayout(1, SUMS))
+    scores = gl.where(((position >= first) & (position < end))[:, None], scores, float("-inf"))
+    higher = gl.maximum(peak, gl.max(scores, 0))
+    weight = gl.exp2(scores - higher[None, :])
+    shrink = gl.exp2(peak - higher)
+    share = gl.convert_layout(weight.to(k_low.dtype), gl.DotOperandLayout(1, SUMS, 2))
+    acc = mma_v2(v, share, acc * shrink[None, :])
+    return higher, weights * shrink[None, :] + weight, acc
+
+
+@gluon.jit
+def _task(number, task_seq, task_piece, piece_count, piece_length, context_len, rows, HAS_ROWS: gl.constexpr):
+    """As `attention_decode.load_task`."""
+    seq = gl.load(task_seq + number)
+    owner = gl.maximum(seq, 0)
+    piece = gl.load(task_piece + number)
+    pieces = gl.load(piece_count + owner)
+    step = gl.load(piece_length)
+    length = gl.load(context_len + owner)
+    row = owner
+    if HAS_ROWS:
+        row = gl.maximum(gl.load(rows + owner), 0)
+    return seq, (number, piece, pieces), row, length, step
+
+
 @gluon.jit(do_not_specialize=["num_parts"])
 def few_decode_kernel(
     qkv, k_cache, v_cache, out, tables, rows, context_len, task_seq, task_piece, piece_count, piece_length, partial,
@@ -172,21 +216,12 @@ def few_decode_kernel(
     KEY: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
     QUERY: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
     TURNED: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    WEIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     head = gl.program_id(0) % NUM_KV
-    number = gl.program_id(0) // NUM_KV
-    seq = gl.load(task_seq + number)
-    owner = gl.maximum(seq, 0)
-    piece = gl.load(task_piece + number)
-    pieces = gl.load(piece_count + owner)
-    step = gl.load(piece_length)
-    length = gl.load(context_len + owner)
-    row = owner
-    if HAS_ROWS:
-        row = gl.maximum(gl.load(rows + owner), 0)
+    seq, task, row, length, step = _task(
+        gl.program_id(0) // NUM_KV, task_seq, task_piece, piece_count, piece_length, context_len, rows, HAS_ROWS)
     table = tables + row.to(gl.int64) * table_stride
     first = gl.maximum(length - window, 0)
-    begin = first // STEP * STEP + piece * step
+    begin = first // STEP * STEP + task[1] * step
     newest = gl.maximum(length - 1, 0)
     # The step's own key is not in the cache yet.
     old = gl.where(seq >= 0, gl.minimum(begin + step, newest), 0)
@@ -212,7 +247,7 @@ def few_decode_kernel(
         low, high = _halves(own, DIM, gl.SliceLayout(0, KEY))
         dim = gl.arange(0, DIM, gl.SliceLayout(1, TURNED))
         value = gl.load(own + NUM_KV * DIM + dim)
-        q_low, q_high = _queries(raw, q_gains, angles, eps, DIM, NORM)
+        queries = _queries(raw, q_gains, angles, eps, DIM, NORM)
         end = gl.minimum(begin + step, length)
         if end == length:
             low, high = _new_key(low, high, k_gains, angles, eps, DIM, NORM, gl.SliceLayout(0, KEY))
@@ -225,35 +260,14 @@ def few_decode_kernel(
         acc = gl.zeros((DIM, _MOST_QUERIES), gl.float32, SUMS)
         for start in range(begin, end, KEYS):
             more = start + KEYS < end
-            low_later = k_low
-            high_later = k_high
+            tile = (k_low, k_high)
             if more:
-                after = (start + KEYS, first, old)
-                low_later, high_later, later = _load(
-                    after, table, head, k_cache, v_cache, NUM_KV, PAGE, DIM, KEYS, KEY, VALUE)
-            elif end == length:
-                mine = newest - start == gl.arange(0, KEYS, gl.SliceLayout(1, KEY))
-                k_low = gl.where(mine[:, None], low[None, :], k_low)
-                k_high = gl.where(mine[:, None], high[None, :], k_high)
-            scores = mma_v2(k_low, q_low, gl.zeros((KEYS, _MOST_QUERIES), gl.float32, SUMS))
-            scores = mma_v2(k_high, q_high, scores) * scale
-            position = start + gl.arange(0, KEYS, gl.SliceLayout(1, SUMS))
-            seen = (position >= first) & (position < end)
-            scores = gl.where(seen[:, None], scores, float("-inf"))
-            higher = gl.maximum(peak, gl.max(scores, 0))
-            weight = gl.exp2(scores - higher[None, :])
-            shrink = gl.exp2(peak - higher)
-            weights = weights * shrink[None, :] + weight
-            share = gl.convert_layout(weight.to(qkv.dtype.element_ty), WEIGHT)
-            v = values.permute([1, 0]).load(TURNED)
-            if (end == length) & (start + KEYS >= end):
-                here = newest - start == gl.arange(0, KEYS, gl.SliceLayout(0, TURNED))
-                v = gl.where(here[None, :], value[:, None], v)
-            acc = mma_v2(v, share, acc * shrink[None, :])
-            peak = higher
+                k_low, k_high, later = _load(
+                    (start + KEYS, first, old), table, head, k_cache, v_cache, NUM_KV, PAGE, DIM, KEYS, KEY, VALUE)
+            peak, weights, acc = _add_tile(
+                tile, queries, (low, high, value), values, (peak, weights, acc), start, newest, first, end, length,
+                scale, KEYS, SUMS)
             if more:
                 values.store(later)
-            k_low = low_later
-            k_high = high_later
-        _finish(acc, peak, gl.sum(weights, 0), out, seq.to(gl.int64), head, (number, piece, pieces),
+        _finish(acc, peak, gl.sum(weights, 0), out, seq.to(gl.int64), head, task,
                 (partial, summary, arrived, num_parts), NUM_HEADS, NUM_KV, GROUP, DIM, SUMS, JOIN)  # fmt: skip

@@ -43,10 +43,6 @@ class DeviceOptions:
     fixed_prefetch: bool = True
     """With `deterministic`, on Hopper: GEMMs by the kernels that `kernels.triton.fixed_table` names, with the same
     bits; those it does not know by `kernels.triton.fixed_prefetch` up to 8 rows."""
-    fixed_attention: bool = False
-    """With `deterministic`: decode attention in one loop, prefill attention on Hopper by
-    `kernels.triton.fixed_prefill`, and an early launch of the first and of rotations. They make the same operations,
-    but no chip has compared the bits or timed them."""
     fuse_rope: bool = True
     """Norm, rotation and KV write run inside decode attention; never in steps with drafts, whose queries see keys of
     other rows of the step."""

@@ -69,15 +69,6 @@ def test_deterministic_runs_prefetch_unless_told_not_to() -> None:
     assert DeviceOptions().fixed_prefetch
 
 
-def test_newer_attention_kernels_of_deterministic_mode_run_only_when_asked_for() -> None:
-    parser = argparse.ArgumentParser()
-    gpu.add_arguments(parser)
-    for given, wanted in (((), False), (("--fixed-attention",), True)):
-        args = parser.parse_args(["--deterministic", *given])
-        assert gpu._options(args, 8, 64).fixed_attention is wanted
-    assert not DeviceOptions().fixed_attention
-
-
 def test_experts_are_read_as_often_as_rows_choose_them() -> None:
     """One row of Qwen3-30B-A3B reads 8 experts of a layer, 256 nearly all; the limit of case b is 1.4 ms a token."""
     assert distinct_experts(128, 8, 1) == pytest.approx(8) and 127.9 < distinct_experts(128, 8, 256) < 128

@@ -35,6 +35,7 @@ from quire.kernels.slices import Slices  # noqa: E402
 from quire.kernels.triton import (  # noqa: E402
     activation,
     attention_decode,
+    attention_few,
     attention_mixed,
     attention_rope,
     attention_split,
@@ -242,6 +243,9 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         torch.empty(2, heads.width, dtype=dtype), wide, table, ints, ints, split, parts, heads, 0.1, turn,
         num_stages=3, prefetch=True, pdl=True,
     )
+    if not small:
+        yield "few decode", lambda: attention_few.few_decode_attention(
+            torch.empty(2, heads.width, dtype=dtype), wide, table, ints, ints, split, parts, heads, 0.1, turn, pdl=True)
     for name, exact in (("exact", True), ("mixed", False)):
         yield name, lambda e=exact: attention_mixed.mixed_attention(
             qkv, cache, table, ints, ints, ints, ints, ints, HEADS, 0.1, sizes=sizes, exact=e
@@ -464,7 +468,7 @@ def variants(dtype: torch.dtype) -> dict[str, int]:
 def main() -> None:
     found: dict[str, Any] = {}
     linear_fixed.capability = lambda device: (9, 0)
-    only = {torch.float32: ("exact", "mixed"), torch.float16: ("prefetch few", "code row")}
+    only = {torch.float32: ("exact", "mixed"), torch.float16: ("prefetch few", "code row", "few decode")}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for name, launch in launches(dtype):
             if name not in only.get(dtype, (name,)):

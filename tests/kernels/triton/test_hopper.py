@@ -63,6 +63,13 @@ def test_the_linear_of_one_row_meets_shared_memory_only_in_its_final_sums(compil
     assert compiled["row bfloat16"]["barriers"] <= 10
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_keys_and_values_of_one_sequence_are_read_before_the_wait(compiled: dict[str, Any], dtype: str) -> None:
+    """128 of each by 256 threads, 16 bytes at a time; then both halves of cosines, sines and gains of q and k."""
+    kernel = compiled[f"few decode {dtype}"]
+    assert kernel["early_loads"] == 8 + 8 + 6 * 4 and "STACK:0" in kernel["resources"]
+
+
 @pytest.mark.parametrize(("name", "loads", "products", "most"), [
     ("code row bfloat16", 8, 16, 2.0), ("code row float16", 8, 16, 2.0), ("code row gated bfloat16", 16, 48, 1.8),
 ])

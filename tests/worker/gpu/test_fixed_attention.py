@@ -1,4 +1,4 @@
-"""Deterministic steps with `fixed_attention`: full tiles of prompts go to one kernel, the rest to the other."""
+"""Deterministic steps: full tiles of prompts go to one kernel, the rest to the other."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ def _requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"deterministic": True, "fixed_attention": True}],
-                         ids=["plain", "deterministic", "newer attention"])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["plain", "deterministic"])
 def test_an_engine_on_the_kernels_gives_the_cpu_engines_tokens(options: dict[str, bool]) -> None:
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
