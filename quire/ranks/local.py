@@ -36,7 +36,9 @@ class LocalLauncher:
         self._worker = worker
         self._ring_memory = SharedMemory.create("ring", ring_bytes(len(places)))
         self._cores = sorted(os.sched_getaffinity(0))
-        self.ring = RingWriter(self._ring_memory, len(places), offers_core=len(places) >= len(self._cores))
+        self._spin = len(places) <= len(self._cores)
+        self.ring = RingWriter(self._ring_memory, len(places), offers_core=len(places) >= len(self._cores),
+                               readers_spin=self._spin)
         self._shared: SharedMemory | None = None
 
     def start(self) -> list[RankHandle]:
@@ -50,7 +52,7 @@ class LocalLauncher:
                 handles.append(self._rank())
                 start = RankStart(
                     place, self._worker, ranks_here=len(self.places),
-                    spin_seconds=SPIN_SECONDS if len(self.places) <= len(self._cores) else 0.0,
+                    spin_seconds=SPIN_SECONDS if self._spin else 0.0,
                     ring=MemoryAddress(os.getpid(), self._ring_memory.fd), reader=place.index,
                     num_readers=len(self.places),
                     core=self._cores[place.index] if len(self.places) == len(self._cores) else None)

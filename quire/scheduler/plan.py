@@ -7,6 +7,7 @@ every rank of a sharded executor agrees on them without talking.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quire.sampling.params import SamplingParams
 from quire.sampling.token_logprobs import LogprobRecord
@@ -31,14 +32,18 @@ class RowStart:
     bad_words: list[list[int]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class TableDiff:
+class TableDiff(NamedTuple):
     """Entries of one row's block table from `start` on; the worker's copy is overwritten from there."""
 
     row: int
     group: int
     start: int
     blocks: list[int]
+
+
+Diff = tuple[int, int, int, list[int]]
+"""A `TableDiff`, or a plain tuple of the same: a step has one for every few sequences, and to make objects of them takes
+longer than all else that a rank does before it starts."""
 
 
 @dataclass(slots=True)
@@ -155,7 +160,7 @@ class StepPlan:
     step: int
     freed_rows: list[int] = field(default_factory=list)
     starts: list[RowStart] = field(default_factory=list)
-    diffs: list[TableDiff] = field(default_factory=list)
+    diffs: list[Diff] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     transfers: list[TransferStart] = field(default_factory=list)
     cancels: list[int] = field(default_factory=list)

@@ -35,8 +35,8 @@ class RequestTable:
         for start in plan.starts:
             self.tokens[start.row, : len(start.token_ids)] = start.token_ids
             self._sampling[start.row] = _sampling_row(start)
-        for diff in plan.diffs:
-            self.tables[diff.group][diff.row, diff.start : diff.start + len(diff.blocks)] = diff.blocks
+        for row, group, first, blocks in plan.diffs:
+            self.tables[group][row, first : first + len(blocks)] = blocks
 
     def slots(self, group: int, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> Tensor:
         """int64: the slots of a cache group in which tokens of these rows lie."""
