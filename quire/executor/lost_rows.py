@@ -40,8 +40,8 @@ class LostRows:
     """The guard of one row table. It is asked about every plan, in the order in which the table sees them."""
 
     def __init__(self, told: bool = False) -> None:
-        """`told`: whoever settles the futures of plans sets `troubled` before one of them fails. Then nobody has to look
-        at them before a plan is launched, which takes a while (futures have locks)."""
+        """`told`: whoever settles the futures of plans sets `troubled` before one of them fails. Then nobody has to
+        look at them before a plan is launched, which takes a while (futures have locks)."""
         self.troubled = not told
         """A plan may have been lost that this table was not told of."""
         self._rows: set[int] = set()

@@ -171,8 +171,9 @@ class RankExecutor(Executor):
         return step.future
 
     def _send(self, message: bytes) -> None:
-        group = self.ranks
-        group.check()
+        group = self._group or self.ranks
+        if group.failure is not None:
+            raise group.failure
         if self._ring is not None:
             self._ring.write(message, group.check)
         for handle in group.handles:
@@ -194,7 +195,7 @@ class RankExecutor(Executor):
 
     def result(self, data: bytes) -> None:
         if self._ring is not None and self._ring.readers_spin:
-            self._ring.wake()  # the next plan is not far: to get up takes longer than to read it
+            self._ring.announce()  # to get up takes longer than to read the next plan
         result = decode_result(data)
         self.reports(self._sampler, result.arrivals)
         with self._lock:

@@ -63,7 +63,15 @@ class LocalLauncher:
             for handle in handles:
                 handle.kill()
             raise
+        self._leave_core_of_sampler()
         return handles
+
+    def _leave_core_of_sampler(self) -> None:
+        """Where ranks are as many as cores, the thread that listens to them would be woken on the core of the rank that
+        sends a result, and take it from that rank, which then prepares for the next plan only when that has come."""
+        if 1 < len(self.places) == len(self._cores):
+            drawing = next(place.index for place in self.places if place.is_sampler)
+            os.sched_setaffinity(0, set(self._cores) - {self._cores[drawing]})
 
     def _rank(self) -> RankHandle:
         return RankProcess()

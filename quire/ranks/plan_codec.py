@@ -13,7 +13,6 @@ import json
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from struct import Struct
 
 from quire.ranks.fields import FieldReader, FieldWriter
@@ -22,6 +21,7 @@ from quire.scheduler.plan import (
     BlockCopy,
     BlockMove,
     Diff,
+    OneBlockDiffs,
     PlanEntry,
     RowStart,
     StepPlan,
@@ -38,8 +38,6 @@ _HEAD = Struct("<Bq8I")
 _ANY = 255
 """Its first byte, where the other kind has the place of a recent step."""
 _START = Struct("<iiiQ")
-_DIFF_BYTES = 16
-"""Of a change of a table by one block."""
 _COPY = Struct("<iii")
 _TRANSFER = Struct("<q?")
 _ODD = Struct("<iiiiiI")
@@ -144,8 +142,8 @@ class PlanEncoder:
             self._recent = [self._latest, *self._recent[: _RECENT - 1]]
 
     def _continued(self, rows: list[int], starts: list[int]) -> int:
-        """Are these the sequences of a recent step, one token further? Its place, or none. Lists of numbers are compared
-        in C; to look at hundreds of entries would take longer than all else that is done for a plan."""
+        """Are these the sequences of a recent step, one token further? Its place, or none. Lists of numbers are
+        compared in C; to look at hundreds of entries would take longer than all else that is done for a plan."""
         for place, known in enumerate(self._recent):
             if not known.moved:
                 known.move_on()
@@ -190,14 +188,14 @@ class PlanDecoder:
         place, step, count = _STEADY.unpack_from(data)
         if place == _ANY:
             return self._decode_any(data)
+        if len(data) != _STEADY.size + OneBlockDiffs.SIZE * count:
+            raise ValueError("a plan has more or fewer bytes than its blocks")
         if self._spare.entries:  # there was no time to prepare another
             self._spare = StepPlan(0)
         plan = self._spare
         plan.step, plan.entries = step, self._moved_on(place)
         if count:
-            plan.diffs = _read_one_block_each(data, _STEADY.size, count)
-        if len(data) != _STEADY.size + _DIFF_BYTES * count:
-            raise ValueError("a plan is followed by bytes that are no part of it")
+            plan.diffs = OneBlockDiffs(data[_STEADY.size :])
         return plan, []
 
     def _decode_any(self, data: bytes) -> tuple[StepPlan, list[Learned]]:
@@ -263,43 +261,36 @@ def _read_rest(source: FieldReader, rows: list[int], starts: list[int]) -> list[
 
 
 @functools.lru_cache(maxsize=1024)
-def _columns(count: int) -> Struct:
-    """Rows, groups, starts and blocks of so many changes of tables."""
-    return Struct(f"<{4 * count}i")
+def _numbers(count: int) -> Struct:
+    return Struct(f"<{count}i")
 
 
-def _one_block_each(diffs: list[Diff]) -> bytes | None:
-    """Sequences that decode get a block now and then, one each; None: these get others. As columns, for which no line of
-    Python runs for each of them."""
+def _one_block_each(diffs: Sequence[Diff]) -> bytes | None:
+    """Sequences that decode get a block now and then, one each; None: these get others."""
     if not diffs:
         return b""
     rows, groups, starts, blocks = zip(*diffs, strict=True)
-    first = list(chain.from_iterable(blocks))
-    if len(first) != len(diffs) or not all(blocks):
+    try:
+        numbers = [number for (number,) in blocks]
+    except ValueError:
         return None
-    return _columns(len(diffs)).pack(*rows, *groups, *starts, *first)
+    return _numbers(4 * len(numbers)).pack(*rows, *groups, *starts, *numbers)
 
 
-def _read_one_block_each(data: bytes, at: int, count: int) -> list[Diff]:
-    numbers = _columns(count).unpack_from(data, at)
-    blocks = [[block] for block in numbers[3 * count :]]
-    return list(zip(numbers[:count], numbers[count : 2 * count], numbers[2 * count : 3 * count], blocks, strict=True))
-
-
-def _write_diffs(out: FieldWriter, diffs: list[Diff]) -> None:
-    columns = _one_block_each(diffs)
-    out.data.append(columns is not None)
-    if columns is not None:
-        out.data += columns
+def _write_diffs(out: FieldWriter, diffs: Sequence[Diff]) -> None:
+    single = _one_block_each(diffs)
+    out.data.append(single is not None)
+    if single is not None:
+        out.data += single
         return
     out.column(INT, [len(blocks) for _, _, _, blocks in diffs])
     for row, group, start, blocks in diffs:
         out.column(INT, (row, group, start, *blocks))
 
 
-def _read_diffs(source: FieldReader, count: int) -> list[Diff]:
+def _read_diffs(source: FieldReader, count: int) -> Sequence[Diff]:
     if source.take(1)[0]:
-        return _read_one_block_each(source.take(_columns(count).size), 0, count)
+        return OneBlockDiffs(source.take(OneBlockDiffs.SIZE * count))
     found: list[Diff] = []
     for size in source.column(INT, count):
         row, group, start, *blocks = source.column(INT, 3 + size)

@@ -50,8 +50,8 @@ class _Reader(ctypes.Structure):
 class RingWriter:
     def __init__(self, memory: SharedMemory, num_readers: int, offers_core: bool = False,
                  readers_spin: bool = False) -> None:
-        """`offers_core`: there are as many readers as cores, so one of them waits for the writer's. `readers_spin`: they
-        look for a message for a while before they sleep."""
+        """`offers_core`: there are as many readers as cores, so one of them waits for the writer's. `readers_spin`:
+        they look for a message for a while before they sleep."""
         self.readers_spin = readers_spin
         capacity = memory.size - _LINE * (1 + num_readers)
         self._memory = memory
@@ -62,8 +62,12 @@ class RingWriter:
         self._append, self._ring_bell = library.quire_ring_write, library.quire_ring_wake
         self._sleepers = memoryview(memory.map)[_SLEEPERS : _SLEEPERS + 4].cast("I")
 
+    def announce(self) -> None:
+        """A message is not far: readers that sleep get up, those who look for one go on. Any thread may call this."""
+        self._ring_bell(self._memory.address)
+
     def wake(self) -> None:
-        """A message follows: readers that sleep get up while it is made. Any thread may call this."""
+        """A message follows: readers that sleep get up while it is made."""
         if self._sleepers[0]:
             self._ring_bell(self._memory.address)
 

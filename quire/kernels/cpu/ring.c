@@ -95,10 +95,10 @@ EXPORT int32_t quire_ring_write(const Writer *writer, const char *piece, uint64_
     return 1;
 }
 
-/* Something is about to be published: readers that sleep get up and spin. */
+/* Something is about to be published: readers that sleep get up, and who spins goes on. */
 EXPORT void quire_ring_wake(void *address) { wake(address); }
 
-static uint64_t wait_for(Reader *reader, int64_t timeout_ns) {
+static uint64_t wait_for(const Reader *reader, int64_t timeout_ns) {
     Signal *signal = (Signal *)reader->address;
     uint64_t seen = reader->seen;
     int64_t until = now_ns() + timeout_ns;
@@ -106,9 +106,14 @@ static uint64_t wait_for(Reader *reader, int64_t timeout_ns) {
     for (;;) {
         int64_t began = now_ns();
         uint64_t written = atomic_load(&signal->written);
+        uint32_t heard = atomic_load(&signal->bell);
         for (int turn = 0; written == seen; turn++) {
             if (turn % 64 == 63) {
-                if (now_ns() - began > reader->spin_ns) break;
+                uint32_t bell = atomic_load(&signal->bell);
+                int64_t now = now_ns();
+                if (bell != heard) began = now; /* something is about to come */
+                else if (now - began > reader->spin_ns) break;
+                heard = bell;
                 sched_yield();
             }
             pause_briefly();
@@ -126,10 +131,11 @@ static uint64_t wait_for(Reader *reader, int64_t timeout_ns) {
     }
 }
 
-/* While a reader spins it offers its core to others, of whom the writer may be one. A reader with a core of its own waits
- * on that one, and may leave it afterwards: two that wait on one core begin one after the other, and what has just run is
- * not moved to a core that falls idle. */
-static uint64_t wait_on_core(Reader *reader, int64_t timeout_ns) {
+/* Bytes published, once they are more than were seen, or the same when `timeout_ns` have passed. While a reader spins it
+ * offers its core to others, of whom the writer may be one. A reader with a core of its own waits on that one, and may
+ * leave it afterwards: two that wait on one core begin one after the other, and what has just run is not moved to a core
+ * that falls idle. */
+static uint64_t wait_on_core(const Reader *reader, int64_t timeout_ns) {
     cpu_set_t all, one;
     CPU_ZERO(&one);
     if (reader->core >= 0) CPU_SET(reader->core, &one);
