@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -67,11 +68,13 @@ class LocalLauncher:
         return handles
 
     def _leave_core_of_sampler(self) -> None:
-        """Where ranks are as many as cores, the thread that listens to them would be woken on the core of the rank that
-        sends a result, and take it from that rank, which then prepares for the next plan only when that has come."""
-        if 1 < len(self.places) == len(self._cores):
+        """Where tensor ranks are as many as cores, the thread that listens to them would be woken on the core of the
+        rank that has sent a result, and take it from that rank, which would get ready for the next plan only when that
+        has come. Other ranks are ready by then. (Stages are not: they compute other steps.)"""
+        if self.places[0].num_stages == 1 and 1 < len(self.places) == len(self._cores):
             drawing = next(place.index for place in self.places if place.is_sampler)
-            os.sched_setaffinity(0, set(self._cores) - {self._cores[drawing]})
+            with contextlib.suppress(OSError):  # some of them were taken away since
+                os.sched_setaffinity(0, set(self._cores) - {self._cores[drawing]})
 
     def _rank(self) -> RankHandle:
         return RankProcess()

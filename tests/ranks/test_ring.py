@@ -114,3 +114,26 @@ def test_a_reader_with_a_core_of_its_own_waits_there_and_may_leave_it_afterwards
     thread.join()
     assert found == [b"go", allowed]
     memory.close()
+
+
+def test_a_reader_that_spins_goes_on_while_messages_are_announced_and_then_sleeps() -> None:
+    memory = SharedMemory.create("test", ring_bytes(1, 192))
+    reader, writer = RingReader(memory, 0, 1, spin_seconds=0.15), RingWriter(memory, 1, readers_spin=True)
+    sleepers, slept = memoryview(memory.map)[12:16].cast("I"), []
+    thread = threading.Thread(target=reader.read, args=(30.0,))
+    thread.start()
+    for _ in range(10):
+        time.sleep(0.04)
+        slept.append(sleepers[0])
+        writer.announce()
+    until = time.monotonic() + 20
+    while not sleepers[0] and time.monotonic() < until:
+        time.sleep(0.001)
+    assert sum(slept) <= 2  # a machine may stop everything for a while
+    assert sleepers[0] == 1
+    writer.announce()
+    writer.write(b"go", nothing)
+    thread.join()
+    assert sleepers[0] == 0
+    del sleepers
+    memory.close()
