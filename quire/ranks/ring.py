@@ -44,7 +44,8 @@ class _Reader(ctypes.Structure):
 
     _fields_ = (("address", ctypes.c_void_p), ("reader", ctypes.c_int64), ("num_readers", ctypes.c_int64),
                 ("capacity", ctypes.c_uint64), ("seen", ctypes.c_uint64), ("written", ctypes.c_uint64),
-                ("spin_ns", ctypes.c_int64), ("core", ctypes.c_int64))
+                ("spin_ns", ctypes.c_int64), ("core", ctypes.c_int64), ("late", ctypes.c_int64),
+                ("naps", ctypes.c_int64))
 
 
 class RingWriter:
@@ -93,7 +94,7 @@ class RingReader:
         self._memory = memory
         capacity = memory.size - _LINE * (1 + num_readers)
         self._state = _Reader(memory.address, reader, num_readers, capacity, 0, 0, int(spin_seconds * 1e9),
-                              -1 if core is None else core)
+                              -1 if core is None else core, 0, 0)
         self._side = ctypes.addressof(self._state)
         self._next = load().quire_ring_read
         self._pieces: list[bytes] = []

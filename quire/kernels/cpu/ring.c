@@ -22,6 +22,7 @@ typedef struct {
     _Atomic uint64_t written; /* bytes published so far */
     _Atomic uint32_t bell;    /* changes with every publication: what sleepers wait for */
     _Atomic uint32_t sleepers;
+    _Atomic int64_t published_ns; /* when that was, by the monotonic clock */
 } Signal;
 
 /* What one process knows of a ring: `_Writer` and `_Reader` of ring.py. Whatever stays the same is handed over once, since
@@ -42,7 +43,13 @@ typedef struct {
     uint64_t written; /* up to where they are known to be published */
     int64_t spin_ns;
     int64_t core; /* on which it waits, or -1 */
+    int64_t late; /* how often it has come late of late */
+    int64_t naps; /* waits in which it sleeps at once */
 } Reader;
+
+#define LATE_NS 300000
+#define LATE_TOO_OFTEN 4
+#define NAPS 128
 
 static int64_t now_ns(void) {
     struct timespec time;
@@ -89,6 +96,7 @@ EXPORT int32_t quire_ring_write(const Writer *writer, const char *piece, uint64_
     }
     memcpy(ring + at, &length, 4);
     memcpy(ring + at + 4, piece, bytes);
+    atomic_store(&signal->published_ns, now_ns());
     atomic_store(&signal->written, after);
     wake(signal);
     if (writer->offers_core) sched_yield();
@@ -98,11 +106,27 @@ EXPORT int32_t quire_ring_write(const Writer *writer, const char *piece, uint64_
 /* Something is about to be published: readers that sleep get up, and who spins goes on. */
 EXPORT void quire_ring_wake(void *address) { wake(address); }
 
-static uint64_t wait_for(const Reader *reader, int64_t timeout_ns) {
+/* A reader that spins offers its core to others, and gets it back from one that computes only when that one's time is up,
+ * a millisecond or more later. One that sleeps gets it at once. So whoever has found several messages late, on a core that
+ * others want, sleeps for a while: that takes some microseconds more than to spin on a core of one's own. */
+static void judge(Reader *reader, int64_t late_ns) {
+    if (late_ns > LATE_NS) reader->late++;
+    else if (reader->late > 0) reader->late--;
+    if (reader->late < LATE_TOO_OFTEN) return;
+    reader->late = LATE_TOO_OFTEN - 1;
+    reader->naps = NAPS;
+}
+
+static uint64_t wait_for(Reader *reader, int64_t timeout_ns) {
     Signal *signal = (Signal *)reader->address;
     uint64_t seen = reader->seen;
-    int64_t until = now_ns() + timeout_ns;
+    int64_t until = now_ns() + timeout_ns, spin_ns = reader->spin_ns;
     atomic_store(taken_by(reader->address, reader->reader), seen);
+    int spins = spin_ns > 0 && reader->naps == 0 && atomic_load(&signal->written) == seen;
+    if (reader->naps > 0) {
+        reader->naps--;
+        spin_ns = 0;
+    }
     for (;;) {
         int64_t began = now_ns();
         uint64_t written = atomic_load(&signal->written);
@@ -112,16 +136,20 @@ static uint64_t wait_for(const Reader *reader, int64_t timeout_ns) {
                 uint32_t bell = atomic_load(&signal->bell);
                 int64_t now = now_ns();
                 if (bell != heard) began = now; /* something is about to come */
-                else if (now - began > reader->spin_ns) break;
+                else if (now - began > spin_ns) break;
                 heard = bell;
                 sched_yield();
             }
             pause_briefly();
             written = atomic_load(&signal->written);
         }
-        if (written != seen) return written;
+        if (written != seen) {
+            if (spins) judge(reader, now_ns() - atomic_load(&signal->published_ns));
+            return written;
+        }
         int64_t left = until - now_ns();
         if (left <= 0) return written;
+        spins = 0;
         struct timespec time = {left / 1000000000, left % 1000000000};
         atomic_fetch_add(&signal->sleepers, 1);
         uint32_t bell = atomic_load(&signal->bell);
@@ -135,7 +163,7 @@ static uint64_t wait_for(const Reader *reader, int64_t timeout_ns) {
  * offers its core to others, of whom the writer may be one. A reader with a core of its own waits on that one, and may
  * leave it afterwards: two that wait on one core begin one after the other, and what has just run is not moved to a core
  * that falls idle. */
-static uint64_t wait_on_core(const Reader *reader, int64_t timeout_ns) {
+static uint64_t wait_on_core(Reader *reader, int64_t timeout_ns) {
     cpu_set_t all, one;
     CPU_ZERO(&one);
     if (reader->core >= 0) CPU_SET(reader->core, &one);
