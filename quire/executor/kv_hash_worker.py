@@ -86,10 +86,10 @@ class KVHashWorker:
             row.start = start
             self._undecided.pop(start.row, None)
             row.tokens[: len(start.token_ids)] = start.token_ids
-        for diff in plan.diffs:
-            table = self._row(diff.row).tables[diff.group]
-            table.extend([0] * (diff.start - len(table)))
-            table[diff.start : diff.start + len(diff.blocks)] = diff.blocks
+        for number, group, first, blocks in plan.diffs:
+            table = self._row(number).tables[group]
+            table.extend([0] * (first - len(table)))
+            table[first : first + len(blocks)] = blocks
         for copy in plan.copies:
             self.device[copy.group].put(copy.target, self.device[copy.group].read(copy.source))
 

@@ -39,7 +39,11 @@ class SoundPlan:
 class LostRows:
     """The guard of one row table. It is asked about every plan, in the order in which the table sees them."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: bool = False) -> None:
+        """`told`: whoever settles the futures of plans sets `troubled` before one of them fails. Then nobody has to
+        look at them before a plan is launched, which takes a while (futures have locks)."""
+        self.troubled = not told
+        """A plan may have been lost that this table was not told of."""
         self._rows: set[int] = set()
         self._started: dict[int, int] = {}
         """By row: the step that started it last."""
@@ -49,7 +53,7 @@ class LostRows:
 
     def sound(self, plan: StepPlan) -> SoundPlan:
         """What may be run of the plan that comes next."""
-        if self._watched:
+        if self.troubled:
             self._look_for_losses()
         for start in plan.starts:
             self._started[start.row] = plan.step
@@ -58,7 +62,7 @@ class LostRows:
         if True not in refused:
             return SoundPlan(plan)
         entries = [entry for entry, lost in zip(plan.entries, refused, strict=True) if not lost]
-        diffs = [diff for diff in plan.diffs if diff.row not in self._rows]
+        diffs = [diff for diff in plan.diffs if diff[0] not in self._rows]
         return SoundPlan(replace(plan, entries=entries, diffs=diffs, decoding=None), refused)
 
     def _refuses(self, entry: PlanEntry) -> bool:
@@ -71,8 +75,10 @@ class LostRows:
 
     def watch(self, plan: StepPlan, future: Future[StepResult]) -> None:
         """A plan under way: should its future fail, it was lost, whatever was launched after it meanwhile."""
-        self._watched.append((plan, future))
         self._over = []
+        if not self.troubled:  # else that was done before the plan was launched
+            self._look_for_losses()
+        self._watched.append((plan, future))
 
     def _look_for_losses(self) -> None:
         under_way = []
@@ -99,6 +105,7 @@ def launch_sound(guard: LostRows, plan: StepPlan,
     try:
         future = launch(sound.plan)
     except Exception as error:
+        guard.troubled = True
         future = Future()
         future.set_exception(error)
     except BaseException:

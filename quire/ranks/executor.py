@@ -31,8 +31,8 @@ class _Step:
     """A step under way."""
 
     number: int
-    plan: StepPlan
-    future: Future[StepResult]
+    plan: StepPlan = field(default_factory=lambda: StepPlan(0))
+    future: Future[StepResult] = field(default_factory=Future)
     result: StepResult | None = None
     failed: dict[int, QuireError] = field(default_factory=dict)
     """By rank."""
@@ -70,10 +70,11 @@ class RankExecutor(Executor):
         self._lock = threading.RLock()
         """Of what both the engine's thread and the one that listens to the ranks change."""
         self._encoder = PlanEncoder()
-        self._guard = LostRows()
+        self._guard = LostRows(told=True)
         self._tally = TransferTally(len(places))
         self._under_way: deque[_Step] = deque()
-        self._submitted = 0
+        self._next = _Step(1)
+        """Made while the plan before it is carried out: a future takes a while to make."""
         self._learned: deque[tuple[int, Learned]] = deque()
         """Drawn tokens that earlier stages do not know yet, with the number of their step."""
         self._changed: dict[int, int] = {}
@@ -147,51 +148,54 @@ class RankExecutor(Executor):
         return launch_sound(self._guard, plan, self._launch)
 
     def _launch(self, plan: StepPlan) -> Future[StepResult]:
-        future: Future[StepResult] = Future()
-        self._submitted += 1
-        step = _Step(self._submitted, plan, future)
-        theirs = plan
+        """Ranks wait for all that comes before the message is sent, so what can be done afterwards is."""
+        theirs, step = plan, self._next
         if self._tiers:
             theirs = replace(plan, transfers=[each for each in plan.transfers if each.tier not in self._tiers])
-        message = self._encoder.encode(theirs, self._take_learned(plan))
+        message = self._encoder.encode(theirs, self._take_learned(plan, step.number) if self._pipelined else ())
+        step.plan = plan
         with self._lock:
-            self._tally.start(theirs.transfers)
+            if theirs.transfers:
+                self._tally.start(theirs.transfers)
             self._under_way.append(step)
         try:
             self._send(message)
         except (EngineDeadError, ConnectionLost) as error:
             self._give_up(str(error))
+        finally:
+            self._next = _Step(step.number + 1)
         if self.failure is not None:  # also when that happened before the step was in the queue
             self._give_up(str(self.failure))
         self._encoder.prepare()
         self._start_here(plan)
-        return future
+        return step.future
 
-    def _send(self, message: bytearray) -> None:
-        group = self.ranks
-        group.check()
+    def _send(self, message: bytes) -> None:
+        group = self._group or self.ranks
+        if group.failure is not None:
+            raise group.failure
         if self._ring is not None:
             self._ring.write(message, group.check)
         for handle in group.handles:
             if not handle.local:
                 handle.link.send(Kind.PLAN, message)
 
-    def _take_learned(self, plan: StepPlan) -> list[Learned]:
-        """What earlier stages must know before this plan."""
-        if not self._pipelined:
-            return []
+    def _take_learned(self, plan: StepPlan, number: int) -> list[Learned]:
+        """What earlier stages must know before this plan, which is the step `number`."""
         found = []
         while self._learned:
-            number, learned = self._learned.popleft()
-            if self._changed.get(learned.row, 0) <= number:
+            drawn_in, learned = self._learned.popleft()
+            if self._changed.get(learned.row, 0) <= drawn_in:
                 found.append(learned)
         for row in (*plan.freed_rows, *(start.row for start in plan.starts)):
-            self._changed[row] = self._submitted
+            self._changed[row] = number
         return found
 
     # ---- what ranks say, on the thread that listens to them
 
     def result(self, data: bytes) -> None:
+        if self._ring is not None and self._ring.readers_spin:
+            self._ring.announce()  # to get up takes longer than to read the next plan
         result = decode_result(data)
         self.reports(self._sampler, result.arrivals)
         with self._lock:
@@ -250,6 +254,7 @@ class RankExecutor(Executor):
             if not step.future.set_running_or_notify_cancel():
                 continue
             if step.lost is not None:
+                self._guard.troubled = True
                 step.future.set_exception(step.lost)
             elif step.result is not None:
                 step.future.set_result(step.result)
@@ -259,6 +264,7 @@ class RankExecutor(Executor):
         with self._lock:
             steps, reports = list(self._under_way), self._tally.give_up(why)
             self._under_way.clear()
+        self._guard.troubled = True
         if self._kv is not None:
             self._kv.lost(why)
         for step in steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,9 @@ class LocalLauncher:
         self._worker = worker
         self._ring_memory = SharedMemory.create("ring", ring_bytes(len(places)))
         self._cores = sorted(os.sched_getaffinity(0))
-        self.ring = RingWriter(self._ring_memory, len(places), offers_core=len(places) >= len(self._cores))
+        self._spin = len(places) <= len(self._cores)
+        self.ring = RingWriter(self._ring_memory, len(places), offers_core=len(places) >= len(self._cores),
+                               readers_spin=self._spin)
         self._shared: SharedMemory | None = None
 
     def start(self) -> list[RankHandle]:
@@ -50,7 +53,7 @@ class LocalLauncher:
                 handles.append(self._rank())
                 start = RankStart(
                     place, self._worker, ranks_here=len(self.places),
-                    spin_seconds=SPIN_SECONDS if len(self.places) <= len(self._cores) else 0.0,
+                    spin_seconds=SPIN_SECONDS if self._spin else 0.0,
                     ring=MemoryAddress(os.getpid(), self._ring_memory.fd), reader=place.index,
                     num_readers=len(self.places),
                     core=self._cores[place.index] if len(self.places) == len(self._cores) else None)
@@ -61,7 +64,17 @@ class LocalLauncher:
             for handle in handles:
                 handle.kill()
             raise
+        self._leave_core_of_sampler()
         return handles
+
+    def _leave_core_of_sampler(self) -> None:
+        """Where tensor ranks are as many as cores, the thread that listens to them would be woken on the core of the
+        rank that has sent a result, and take it from that rank, which would get ready for the next plan only when that
+        has come. Other ranks are ready by then. (Stages are not: they compute other steps.)"""
+        if self.places[0].num_stages == 1 and 1 < len(self.places) == len(self._cores):
+            drawing = next(place.index for place in self.places if place.is_sampler)
+            with contextlib.suppress(OSError):  # some of them were taken away since
+                os.sched_setaffinity(0, set(self._cores) - {self._cores[drawing]})
 
     def _rank(self) -> RankHandle:
         return RankProcess()

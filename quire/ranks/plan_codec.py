@@ -2,7 +2,8 @@
 
 A step that decodes what the step before decoded, one token further, is the common one. It crosses as one number: which
 of the recent steps it continues. Encoder and decoder remember the same recent steps, so every message must be read, in
-order.
+order. Where such a plan says nothing else but which blocks its sequences get, at most one each, its message is a short
+one of its own kind, and little is done for it on either side: ranks wait for that.
 """
 
 from __future__ import annotations
@@ -19,19 +20,24 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import (
     BlockCopy,
     BlockMove,
+    Diff,
+    OneBlockDiffs,
     PlanEntry,
     RowStart,
     StepPlan,
-    TableDiff,
     TransferStart,
 )
 
 INT = "i"
 """Rows, positions, tokens, block numbers: 32 bits."""
 LONG = "q"
-_HEAD = Struct("<q8I")
+_STEADY = Struct("<BqI")
+"""Of a plan that continues a recent step and has no more than blocks: which one, its own number, how many blocks."""
+_HEAD = Struct("<Bq8I")
+"""Of any other."""
+_ANY = 255
+"""Its first byte, where the other kind has the place of a recent step."""
 _START = Struct("<iiiQ")
-_ONE_BLOCK = Struct("<iiii")
 _COPY = Struct("<iii")
 _TRANSFER = Struct("<q?")
 _ODD = Struct("<iiiiiI")
@@ -78,10 +84,25 @@ class PlanEncoder:
         if self._latest is not None:
             self._latest.move_on()
 
-    def encode(self, plan: StepPlan, learned: Sequence[Learned] = ()) -> bytearray:
+    def encode(self, plan: StepPlan, learned: Sequence[Learned] = ()) -> bytes:
+        place = _NONE
+        if plan.entries:
+            self._latest = None
+            if plan.decoding is not None:
+                place = self._continued(*plan.decoding)
+        if place != _NONE and not (learned or plan.freed_rows or plan.starts or plan.copies or plan.transfers
+                                   or plan.cancels):
+            blocks = _one_block_each(plan.diffs)
+            if blocks is not None:
+                return _STEADY.pack(place, plan.step, len(plan.diffs)) + blocks
+        return self._encode_any(plan, learned, place)
+
+    def _encode_any(self, plan: StepPlan, learned: Sequence[Learned], place: int) -> bytes:
+        """`place`: of the recent step that it continues."""
         out = FieldWriter()
-        out.data += _HEAD.pack(plan.step, len(plan.freed_rows), len(plan.starts), len(plan.diffs), len(plan.copies),
-                               len(plan.transfers), len(plan.cancels), len(learned), len(plan.entries))
+        out.data += _HEAD.pack(_ANY, plan.step, len(plan.freed_rows), len(plan.starts), len(plan.diffs),
+                               len(plan.copies), len(plan.transfers), len(plan.cancels), len(learned),
+                               len(plan.entries))
         if plan.freed_rows:
             out.column(INT, plan.freed_rows)
         before: list[int] = []
@@ -100,17 +121,19 @@ class PlanEncoder:
             out.column(INT, (each.row, each.position))
             out.numbers(INT, each.tokens)
         if plan.entries:
-            self._write_entries(out, plan)
-        return out.data
+            self._write_entries(out, plan, place)
+        return bytes(out.data)
 
-    def _write_entries(self, out: FieldWriter, plan: StepPlan) -> None:
-        entries, self._latest = plan.entries, None
-        if plan.decoding is None:
+    def _write_entries(self, out: FieldWriter, plan: StepPlan, place: int) -> None:
+        entries = plan.entries
+        if place != _NONE:
+            out.data.append(_CONTINUES + place)
+        elif plan.decoding is None:
             out.data.append(_OTHER)
             out.column(INT, [entry.row for entry in entries])
             out.column(INT, [entry.start for entry in entries])
             _write_rest(out, entries)
-        elif not self._continues(out, *plan.decoding):
+        else:
             rows, starts = plan.decoding
             out.data.append(_DECODES)
             out.column(INT, rows)
@@ -118,16 +141,16 @@ class PlanEncoder:
             self._latest = _Decoding(rows, starts)
             self._recent = [self._latest, *self._recent[: _RECENT - 1]]
 
-    def _continues(self, out: FieldWriter, rows: list[int], starts: list[int]) -> bool:
-        """Are these the sequences of a recent step, one token further? Lists of numbers are compared in C; to look at
-        hundreds of entries would take longer than all else that is done for a plan."""
+    def _continued(self, rows: list[int], starts: list[int]) -> int:
+        """Are these the sequences of a recent step, one token further? Its place, or none. Lists of numbers are
+        compared in C; to look at hundreds of entries would take longer than all else that is done for a plan."""
         for place, known in enumerate(self._recent):
-            known.move_on()
+            if not known.moved:
+                known.move_on()
             if known.starts == starts and known.rows == rows:
                 known.moved, self._latest = False, known
-                out.data.append(_CONTINUES + place)
-                return True
-        return False
+                return place
+        return _NONE
 
 
 @dataclass(slots=True)
@@ -152,14 +175,31 @@ class PlanDecoder:
     def __init__(self) -> None:
         self._recent: list[_Entries] = []
         self._latest: _Entries | None = None
+        self._spare = StepPlan(0)
 
     def prepare(self) -> None:
         """The step is over, and there is time until the next: it is likely to continue this one."""
         if self._latest is not None:
             self._latest.move_on()
+        if self._spare.entries:
+            self._spare = StepPlan(0)
 
     def decode(self, data: bytes) -> tuple[StepPlan, list[Learned]]:
-        step, freed, starts, diffs, copies, transfers, cancels, learned, entries = _HEAD.unpack_from(data)
+        place, step, count = _STEADY.unpack_from(data)
+        if place == _ANY:
+            return self._decode_any(data)
+        if len(data) != _STEADY.size + OneBlockDiffs.SIZE * count:
+            raise ValueError("a plan has more or fewer bytes than its blocks")
+        if self._spare.entries:  # there was no time to prepare another
+            self._spare = StepPlan(0)
+        plan = self._spare
+        plan.step, plan.entries = step, self._moved_on(place)
+        if count:
+            plan.diffs = OneBlockDiffs(data[_STEADY.size :])
+        return plan, []
+
+    def _decode_any(self, data: bytes) -> tuple[StepPlan, list[Learned]]:
+        _, step, freed, starts, diffs, copies, transfers, cancels, learned, entries = _HEAD.unpack_from(data)
         source = FieldReader(data, _HEAD.size)
         plan = StepPlan(step)
         if freed:
@@ -185,16 +225,21 @@ class PlanDecoder:
         kind = source.take(1)[0]
         self._latest = None
         if kind >= _CONTINUES:
-            self._latest = known = self._recent[kind - _CONTINUES]
-            known.move_on()
-            known.moved = False
-            return known.entries
+            return self._moved_on(kind - _CONTINUES)
         rows, starts = (source.column(INT, count) for _ in range(2))
         if kind == _OTHER:
             return _read_rest(source, rows, starts)
         self._latest = _Entries([PlanEntry(row, start, 1, True) for row, start in zip(rows, starts, strict=True)])
         self._recent = [self._latest, *self._recent[: _RECENT - 1]]
         return self._latest.entries
+
+    def _moved_on(self, place: int) -> list[PlanEntry]:
+        """The entries of a step that continues a recent one."""
+        self._latest = known = self._recent[place]
+        if not known.moved:
+            known.move_on()
+        known.moved = False
+        return known.entries
 
 
 def _write_rest(out: FieldWriter, entries: list[PlanEntry]) -> None:
@@ -215,27 +260,41 @@ def _read_rest(source: FieldReader, rows: list[int], starts: list[int]) -> list[
     return entries
 
 
-def _write_diffs(out: FieldWriter, diffs: list[TableDiff]) -> None:
-    sizes = [len(diff.blocks) for diff in diffs]
-    if sizes.count(1) == len(sizes):  # sequences that decode get a block now and then, one each
-        pack = _ONE_BLOCK.pack
-        out.data.append(1)
-        out.data += b"".join([pack(diff.row, diff.group, diff.start, diff.blocks[0]) for diff in diffs])
+@functools.lru_cache(maxsize=1024)
+def _numbers(count: int) -> Struct:
+    return Struct(f"<{count}i")
+
+
+def _one_block_each(diffs: Sequence[Diff]) -> bytes | None:
+    """Sequences that decode get a block now and then, one each; None: these get others."""
+    if not diffs:
+        return b""
+    rows, groups, starts, blocks = zip(*diffs, strict=True)
+    try:
+        numbers = [number for (number,) in blocks]
+    except ValueError:
+        return None
+    return _numbers(4 * len(numbers)).pack(*rows, *groups, *starts, *numbers)
+
+
+def _write_diffs(out: FieldWriter, diffs: Sequence[Diff]) -> None:
+    single = _one_block_each(diffs)
+    out.data.append(single is not None)
+    if single is not None:
+        out.data += single
         return
-    out.data.append(0)
-    out.column(INT, sizes)
-    for diff in diffs:
-        out.column(INT, (diff.row, diff.group, diff.start, *diff.blocks))
+    out.column(INT, [len(blocks) for _, _, _, blocks in diffs])
+    for row, group, start, blocks in diffs:
+        out.column(INT, (row, group, start, *blocks))
 
 
-def _read_diffs(source: FieldReader, count: int) -> list[TableDiff]:
+def _read_diffs(source: FieldReader, count: int) -> Sequence[Diff]:
     if source.take(1)[0]:
-        numbers = source.take(count * _ONE_BLOCK.size)
-        return [TableDiff(row, group, start, [block]) for row, group, start, block in _ONE_BLOCK.iter_unpack(numbers)]
-    found = []
+        return OneBlockDiffs(source.take(OneBlockDiffs.SIZE * count))
+    found: list[Diff] = []
     for size in source.column(INT, count):
         row, group, start, *blocks = source.column(INT, 3 + size)
-        found.append(TableDiff(row, group, start, blocks))
+        found.append((row, group, start, blocks))
     return found
 
 

@@ -24,7 +24,7 @@ from quire.scheduler.giving_way import GivingWay
 from quire.scheduler.limits import Limits as Limits
 from quire.scheduler.limits import longest_allowed
 from quire.scheduler.pacing import StepPacer
-from quire.scheduler.plan import BlockCopy, BlockMove, StepPlan, StepResult, TransferReport, TransferStart
+from quire.scheduler.plan import BlockCopy, BlockMove, Diff, StepPlan, StepResult, TransferReport, TransferStart
 from quire.scheduler.policy import BatchingPolicy, DecodeFirst, Phase
 from quire.scheduler.preemption import Preemption, PreemptionReason
 from quire.scheduler.queue import FCFSQueue, WaitingQueue
@@ -223,10 +223,12 @@ class Scheduler:
         masked = add_masks((seq, entry) for seq, entry, _ in planned)
         if draft.decodes_only and not masked:
             plan.decoding = list(draft.planned), [entry.start for entry in plan.entries]
+        diffs: list[Diff] = []
+        plan.diffs = diffs
         for seq, entry, _ in planned:
             for table in seq.kv.tables:
                 if table.dirty_from < len(table.blocks):
-                    plan.diffs.extend(table_diffs(seq))
+                    diffs.extend(table_diffs(seq))
                     break
             start = entry.start
             seq.num_computed = end = start + entry.num_tokens

@@ -12,9 +12,14 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.sampling.batch import SamplingRow
-from quire.scheduler.plan import RowStart, StepPlan
+from quire.scheduler.plan import OneBlockDiffs, RowStart, StepPlan
 
 Ints = npt.NDArray[np.int32]
+
+
+def block_columns(diffs: OneBlockDiffs) -> Ints:
+    """Rows, groups, places in their tables, block numbers."""
+    return np.frombuffer(diffs.data, "<i4").reshape(4, -1)
 
 
 class RequestTable:
@@ -35,8 +40,14 @@ class RequestTable:
         for start in plan.starts:
             self.tokens[start.row, : len(start.token_ids)] = start.token_ids
             self._sampling[start.row] = _sampling_row(start)
-        for diff in plan.diffs:
-            self.tables[diff.group][diff.row, diff.start : diff.start + len(diff.blocks)] = diff.blocks
+        if isinstance(plan.diffs, OneBlockDiffs):
+            rows, groups, places, numbers = block_columns(plan.diffs)
+            for group, table in enumerate(self.tables):
+                mine = slice(None) if len(self.tables) == 1 else groups == group
+                table[rows[mine], places[mine]] = numbers[mine]
+            return
+        for row, group, first, blocks in plan.diffs:
+            self.tables[group][row, first : first + len(blocks)] = blocks
 
     def slots(self, group: int, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> Tensor:
         """int64: the slots of a cache group in which tokens of these rows lie."""

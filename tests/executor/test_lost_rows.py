@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from quire.executor.device import DeviceExecutor
 from quire.executor.local import LocalExecutor
-from quire.executor.lost_rows import REFUSED, LostRows
+from quire.executor.lost_rows import REFUSED, LostRows, launch_sound
 from quire.sampling.params import SamplingParams
 from quire.scheduler.arrivals import ArrivalBox
 from quire.scheduler.plan import EntryResult, PlanEntry, RowStart, StepPlan, StepResult, TableDiff
@@ -53,6 +53,33 @@ def test_a_loss_that_shows_late_spares_rows_that_were_started_meanwhile() -> Non
     assert rows_of(guard.sound(plan(2, 0, 1, starts=(0,))).plan) == [0, 1]  # launched before anybody knew
     late.set_exception(RuntimeError("the results could not be read"))
     assert rows_of(guard.sound(plan(3, 0, 1)).plan) == [0]
+
+
+def test_a_guard_that_is_told_of_trouble_looks_at_nothing_until_then_and_at_everything_from_then_on() -> None:
+    guard = LostRows(told=True)
+    futures: list[Future[StepResult]] = [Future() for _ in range(3)]
+
+    def launch(step: int) -> list[int]:
+        ran: list[int] = []
+        launch_sound(guard, plan(step, 0, 1), lambda sound: (ran.extend(rows_of(sound)), futures[step])[1])
+        return ran
+
+    assert launch(0) == [0, 1]
+    futures[0].set_result(StepResult(0, []))
+    assert launch(1) == [0, 1]
+    guard.troubled = True
+    futures[1].set_exception(RuntimeError("lost"))
+    assert launch(2) == []
+
+
+def test_a_launch_that_fails_is_trouble_that_nobody_has_to_tell_a_guard() -> None:
+    guard = LostRows(told=True)
+
+    def fail(sound: StepPlan) -> Future[StepResult]:
+        raise ValueError("no room")
+
+    assert launch_sound(guard, plan(1, 0), fail).exception() is not None
+    assert rows_of(guard.sound(plan(2, 0, 1)).plan) == [1]
 
 
 class Launcher:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -117,6 +118,43 @@ def test_a_step_that_goes_on_decoding_takes_no_room_for_its_sequences() -> None:
                       decoding=(rows, [100 + row + n for row in rows])) for n in range(3)]
     first, *later = (len(encoder.encode(plan)) for plan in plans)
     assert first > 256 * 8 and max(later) < 64
+
+
+def _steady(step: int, blocks: list[list[int]]) -> StepPlan:
+    """Two rows decode; tables change by these blocks."""
+    return StepPlan(step, diffs=[TableDiff(row, row, step, each) for row, each in enumerate(blocks)],
+                    entries=[PlanEntry(row, step, 1, True) for row in range(2)], decoding=([0, 1], [step, step]))
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_blocks_of_a_step_that_goes_on_decoding_cross_whatever_their_number(prepares: bool) -> None:
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    tables = [[], [[7], [8]], [[9]], [[1, 2], []], [[1], [2, 3]], [], [[4], [5]]]
+    for step, blocks in enumerate(tables):
+        plan = _steady(step, blocks)
+        read, told = decoder.decode(encoder.encode(plan))
+        assert (read, told) == (plan, []) and list(read.diffs) == plan.diffs and len(read.diffs) == len(blocks)
+        if prepares:
+            encoder.prepare()
+            decoder.prepare()
+
+
+def test_a_step_that_goes_on_decoding_and_says_more_crosses_whole() -> None:
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    said = [{}, {"freed_rows": [5]}, {}, {"copies": [BlockCopy(0, 1, 2)]}, {"cancels": [3]},
+            {"transfers": [TransferStart(1, "host", True, [BlockMove(0, 1, 2)])]},
+            {"starts": [RowStart(5, [1], 1, SamplingParams(), 0, 0)]}, {}]
+    for step, more in enumerate(said):
+        plan, told = replace(_steady(step, [[step]]), **more), [Learned(0, step, [1])] if step == 2 else []
+        assert decoder.decode(encoder.encode(plan, told)) == (plan, told)
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x"])
+def test_a_short_message_of_another_length_is_refused(change: Callable[[bytes], bytes]) -> None:
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    decoder.decode(encoder.encode(_steady(0, [])))
+    with pytest.raises(ValueError, match="bytes"):
+        decoder.decode(change(encoder.encode(_steady(1, [[1], [2]]))))
 
 
 def test_samples_of_one_prompt_send_it_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -61,6 +62,31 @@ def test_a_sequence_decodes_as_without_ranks(executor: ThreadExecutor) -> None:
     for step in range(6):
         got += tokens(executor.submit(StepPlan(2 + step, entries=[PlanEntry(0, 5 + step, 1, True)])))
     assert got == plain(prompt, 7)
+
+
+def test_a_sequence_that_gets_its_blocks_while_it_decodes_reads_what_it_wrote(executor: ThreadExecutor) -> None:
+    prompt = [5, 9, 2, 7, 1]
+    first = begin(1, 0, prompt)
+    first.diffs = [TableDiff(0, 0, 0, [3, 1])]
+    got = tokens(executor.submit(first))
+    for step, start in enumerate(range(5, 25)):
+        diffs = [TableDiff(0, 0, start // BLOCK, [40 - start])] if start % BLOCK == 0 else []
+        got += tokens(executor.submit(StepPlan(2 + step, diffs=diffs, entries=[PlanEntry(0, start, 1, True)],
+                                               decoding=([0], [start]))))
+    assert got == plain(prompt, 21)
+
+
+def test_ranks_are_heard_on_another_core_than_that_of_the_one_that_draws() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if not 2 <= len(cores) <= 8:
+        pytest.skip("needs as many ranks as cores")
+    executor = ThreadExecutor(Place.all(len(cores), 1))
+    start_threads(executor, {"kind": "dummy", "vocab_size": 9})
+    try:
+        assert os.sched_getaffinity(executor.ranks.native_id or 0) == set(cores[1:])
+        assert sorted(os.sched_getaffinity(0)) == cores
+    finally:
+        executor.close()
 
 
 def test_a_token_of_a_rows_former_owner_is_not_learned_for_the_new_one(executor: ThreadExecutor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 
@@ -113,4 +114,68 @@ def test_a_reader_with_a_core_of_its_own_waits_there_and_may_leave_it_afterwards
     RingWriter(memory, 1).write(b"go", nothing)
     thread.join()
     assert found == [b"go", allowed]
+    memory.close()
+
+
+def test_a_reader_that_spins_goes_on_while_messages_are_announced_and_then_sleeps() -> None:
+    memory = SharedMemory.create("test", ring_bytes(1, 192))
+    reader, writer = RingReader(memory, 0, 1, spin_seconds=0.15), RingWriter(memory, 1, readers_spin=True)
+    sleepers, slept = memoryview(memory.map)[12:16].cast("I"), []
+    thread = threading.Thread(target=reader.read, args=(30.0,))
+    thread.start()
+    for _ in range(10):
+        time.sleep(0.04)
+        slept.append(sleepers[0])
+        writer.announce()
+    until = time.monotonic() + 20
+    while not sleepers[0] and time.monotonic() < until:
+        time.sleep(0.001)
+    assert sum(slept) <= 2  # a machine may stop everything for a while
+    assert sleepers[0] == 1
+    writer.announce()
+    writer.write(b"go", nothing)
+    thread.join()
+    assert sleepers[0] == 0
+    del sleepers
+    memory.close()
+
+
+def test_a_reader_that_is_often_kept_off_its_core_sleeps_instead_of_spinning() -> None:
+    memory = SharedMemory.create("test", ring_bytes(1, 4096))
+    reader, writer = RingReader(memory, 0, 1, spin_seconds=60.0), RingWriter(memory, 1)
+    sleepers = memoryview(memory.map)[12:16].cast("I")
+    back, out = os.pipe()
+    child = os.fork()
+    if child == 0:
+        while message := reader.read(60.0):
+            os.write(out, message)
+        os._exit(0)
+    try:
+        for late in range(20):
+            time.sleep(0.02)
+            if sleepers[0]:
+                break
+            os.kill(child, signal.SIGSTOP)
+            os.waitpid(child, os.WUNTRACED)
+            writer.write(b"%02d" % late, nothing)
+            time.sleep(0.002)
+            os.kill(child, signal.SIGCONT)
+            assert os.read(back, 2) == b"%02d" % late
+        assert 2 <= late < 20 and sleepers[0] == 1  # once or twice may be an accident
+        naps, until = 0, time.monotonic() + 30
+        while sleepers[0] and time.monotonic() < until:  # it tries again after a while
+            writer.write(b"go", nothing)
+            assert os.read(back, 2) == b"go"
+            naps += 1
+            for _ in range(40):  # busy machines take a while until it sleeps
+                time.sleep(0.005)
+                if sleepers[0]:
+                    break
+        assert naps > 50 and not sleepers[0]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    for fd in (back, out):
+        os.close(fd)
+    del sleepers
     memory.close()

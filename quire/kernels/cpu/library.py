@@ -78,13 +78,12 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_keep_last": (None, [_P, _P, _P, _P, _I, _I, _P]),
     "quire_guess": (None, [_P, _I, _I, _P, _P, _P]),
     "quire_draft_chain": (_I, [_P, _P, _P, _P, _I, _P, _P, _P, _I, _F]),
-    "quire_ring_write": (_U, [_P, _I, _U, _P, _U, _N]),
+    "quire_ring_write": (_N, [_P, _P, _U, _N]),
     "quire_ring_wake": (None, [_P]),
-    "quire_ring_yield": (None, []),
-    "quire_ring_wait": (_U, [_P, _P, _U, _I, _I, _N]),
+    "quire_ring_read": (_U, [_P, _I]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 18
+ABI_VERSION = 19
 
 opener: type[ctypes.CDLL] = ctypes.CDLL
 """What a library is opened with. Benches put one here that measures its calls."""

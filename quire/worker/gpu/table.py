@@ -133,17 +133,17 @@ class DeviceTable:
             self._start(start)
         places: list[int] = []
         values: list[int] = []
-        for diff in plan.diffs:
-            base = self._table_base[diff.group] + diff.row * self._width + diff.start
-            mine = self.host_tables[diff.group][diff.row, diff.start : diff.start + len(diff.blocks)]
-            if len(diff.blocks) >= _LONG_DIFF:
-                mine[:] = _words(diff.blocks)
+        for row, group, first, blocks in plan.diffs:
+            base = self._table_base[group] + row * self._width + first
+            mine = self.host_tables[group][row, first : first + len(blocks)]
+            if len(blocks) >= _LONG_DIFF:
+                mine[:] = _words(blocks)
                 self._places.append(np.arange(base, base + len(mine), dtype=np.int32))
                 self._values.append(mine)
                 continue
-            places.extend(range(base, base + len(diff.blocks)))
-            values.extend(diff.blocks)
-            mine[:] = diff.blocks
+            places.extend(range(base, base + len(blocks)))
+            values.extend(blocks)
+            mine[:] = blocks
         for entry in plan.entries:
             known = entry.drafts or entry.given
             if known:

@@ -351,7 +351,7 @@ class GpuWorker:
             left -= count
             blocks = -(-count // block_size)
             plan.starts.append(RowStart(row, [0] * count, count, SamplingParams(temperature=1.0), 0, 0))
-            plan.diffs += [TableDiff(row, group, 0, [0] * blocks) for group in range(groups)]
+            plan.diffs = [*plan.diffs, *(TableDiff(row, group, 0, [0] * blocks) for group in range(groups))]
             plan.entries.append(PlanEntry(row, 0, count, sample=True))
         self._runner.run(plan)
         self._runner.run(StepPlan(1, freed_rows=list(range(seqs))))
@@ -366,7 +366,8 @@ class GpuWorker:
         for row, count in enumerate(counts):
             blocks = [0] * -(-count // self.table.block_size)
             plan.starts.append(RowStart(row, [0] * count, count, SamplingParams(temperature=1.0), 0, 0))
-            plan.diffs += [TableDiff(row, group, 0, blocks) for group in range(len(self.table.tables))]
+            plan.diffs = [*plan.diffs,
+                          *(TableDiff(row, group, 0, blocks) for group in range(len(self.table.tables)))]
             plan.entries.append(PlanEntry(row, 0, count, sample=True))
         # As large steps run, kernel by kernel: a padded one would replay a graph, whose kernels are compiled already.
         padded, self._runner.padded = self._runner.padded, None
