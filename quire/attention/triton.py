@@ -104,8 +104,8 @@ class TritonAttention:
         fixed_early: bool = False,
         fixed_kernels: bool = False,
     ) -> None:
-        """`fixed_early`: early launch in deterministic mode, in every step. `fixed_kernels`: its faster kernels, with
-        the same bits; keys and values have the activations' type."""
+        """`fixed_early`: in deterministic mode the kernel of an early launch, in every step. `fixed_kernels`: its
+        faster kernels, with the same bits; keys and values have the activations' type."""
         self.device = device
         self.deterministic = deterministic
         self._fixed_early = fixed_early and deterministic
@@ -301,6 +301,7 @@ class TritonAttention:
                 exact=self.deterministic,
                 once=self._fixed_kernels and ctx.num_decodes == qkv.shape[0],
                 pdl=self._fixed_early,
+                late=ctx.num_decodes != qkv.shape[0],
                 **options,
             )
         return out

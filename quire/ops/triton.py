@@ -78,8 +78,10 @@ class TritonOps(Ops):
         prefetch = prefetch and (fixed_prefetch or not deterministic)
         self._fixed_prefetch = prefetch and deterministic
         # Deterministic mode runs one compiled kernel in every step. Early launch would be another kernel, which might
-        # round differently, so there norms, gates, rotations and decode attention have it in every step (beside GEMMs
-        # that prefetch) or in none. So would another number of heads at once, whose squares are summed otherwise.
+        # round differently, so there norms and gates have it in every step (beside GEMMs that prefetch) or in none;
+        # rotations and attention are that kernel in every step, and launched early where all sequences decode: in a
+        # graph of a step with prompts that was once an error (Gemma-3's shapes, an H200, 2026-11-17). So would another
+        # number of heads at once, whose squares are summed otherwise.
         self._fixed_early = self._fixed_prefetch and pdl
         self.pdl = pdl = pdl and not deterministic
         self._heads_at_once = _FIXED_HEADS if deterministic else None
@@ -329,6 +331,7 @@ class TritonOps(Ops):
             k_norm,
             norm_eps,
             pdl=self._fixed_early or (self.pdl and ctx.num_decodes == qkv.shape[0]),
+            late=ctx.num_decodes != qkv.shape[0],
             heads_at_once=self._heads_at_once,
         )
 

@@ -269,6 +269,7 @@ def mixed_attention(
     exact: bool = False,
     once: bool = False,
     pdl: bool = False,
+    late: bool = False,
 ) -> Tensor:
     """[T, Hq*hd]: causal attention of the queries in the tiles; a tile whose sequence is -1 does nothing.
 
@@ -280,6 +281,8 @@ def mixed_attention(
 
     `once`: all keys in one loop, which masks and knows its blocks a turn early: for tiles of one query, that wait for
     memory more than they compute. With `exact` it makes the same operations in the same order.
+
+    `late`: the kernel of an early launch (`pdl`) begins when the one before has ended all the same.
     """
     group = shape.num_heads // shape.num_kv_heads
     if out is None:
@@ -314,7 +317,7 @@ def mixed_attention(
         num_warps=sizes.warps,
         num_stages=sizes.stages,
         enable_fp_fusion=not exact,
-        **({"launch_pdl": True} if pdl else {}),
+        **({"launch_pdl": True} if pdl and not late else {}),
     )  # fmt: skip
     return out
 

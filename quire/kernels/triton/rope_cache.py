@@ -144,11 +144,13 @@ def rope_and_cache(
     eps: float,
     *,
     pdl: bool = False,
+    late: bool = False,
     heads_at_once: int | None = None,
 ) -> None:
     """In place on qkv; tokens with a negative slot (padding) leave the cache alone.
 
     The cache is k, v [num_blocks, num_kv_heads, block_size, head_dim], divided by the cache's scales if it has any.
+    `late`: the kernel of an early launch (`pdl`) begins when the one before has ended all the same.
     """
     tokens = qkv.shape[0]
     if tokens == 0:
@@ -157,7 +159,7 @@ def rope_and_cache(
     rest = shape.head_dim - 2 * half
     heads = shape.num_heads + 2 * shape.num_kv_heads
     at_once = heads_at_once or (_FEW_HEADS if tokens <= _FEW_TOKENS else _HEADS)
-    launch = {"num_warps": 4, **({"launch_pdl": True} if pdl else {})}
+    launch = {"num_warps": 4, **({"launch_pdl": True} if pdl and not late else {})}
     _rope_cache_kernel[(tokens, triton.cdiv(heads, at_once))](
         qkv,
         cache.k,
