@@ -17,11 +17,10 @@ from struct import Struct
 
 from quire.ranks.fields import FieldReader, FieldWriter
 from quire.sampling.params import SamplingParams
+from quire.scheduler.diffs import Diff, OneBlockDiffs
 from quire.scheduler.plan import (
     BlockCopy,
     BlockMove,
-    Diff,
-    OneBlockDiffs,
     PlanEntry,
     RowStart,
     StepPlan,

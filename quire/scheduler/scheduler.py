@@ -17,6 +17,7 @@ from quire.kvcache.reservations import Reservation
 from quire.scheduler.admission import Admissions
 from quire.scheduler.arriving import Arriving
 from quire.scheduler.chunks import ChunkSizes
+from quire.scheduler.diffs import Diff
 from quire.scheduler.draft import Draft, Planned, table_diffs
 from quire.scheduler.endings import Endings
 from quire.scheduler.forks import Forks
@@ -24,7 +25,7 @@ from quire.scheduler.giving_way import GivingWay
 from quire.scheduler.limits import Limits as Limits
 from quire.scheduler.limits import longest_allowed
 from quire.scheduler.pacing import StepPacer
-from quire.scheduler.plan import BlockCopy, BlockMove, Diff, StepPlan, StepResult, TransferReport, TransferStart
+from quire.scheduler.plan import BlockCopy, BlockMove, StepPlan, StepResult, TransferReport, TransferStart
 from quire.scheduler.policy import BatchingPolicy, DecodeFirst, Phase
 from quire.scheduler.preemption import Preemption, PreemptionReason
 from quire.scheduler.queue import FCFSQueue, WaitingQueue

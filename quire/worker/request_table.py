@@ -12,7 +12,8 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.sampling.batch import SamplingRow
-from quire.scheduler.plan import OneBlockDiffs, RowStart, StepPlan
+from quire.scheduler.diffs import OneBlockDiffs
+from quire.scheduler.plan import RowStart, StepPlan
 
 Ints = npt.NDArray[np.int32]
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from quire.ranks.plan_codec import PlanDecoder, PlanEncoder
-from quire.scheduler.plan import OneBlockDiffs, StepPlan, TableDiff
+from quire.scheduler.diffs import OneBlockDiffs
+from quire.scheduler.plan import StepPlan, TableDiff
 from quire.worker.request_table import RequestTable
 
 
