@@ -273,16 +273,15 @@ def mixed_attention(
 ) -> Tensor:
     """[T, Hq*hd]: causal attention of the queries in the tiles; a tile whose sequence is -1 does nothing.
 
-    `detours`: as in `StepContext`, of sequences of one query.
-    `sinks` float32 [Hq] are scores without a value, which take part in each head's softmax.
+    `detours`: as in `StepContext`, of sequences of one query. `sinks` float32 [Hq]: scores without a value, which take
+    part in each head's softmax.
 
     `exact` forbids fused multiply-adds: the compiler uses them in the loop without a mask and not in the one with, so a
     query's bits would depend on where its chunk began.
 
     `once`: all keys in one loop, which masks and knows its blocks a turn early: for tiles of one query, that wait for
-    memory more than they compute. With `exact` it makes the same operations in the same order.
-
-    `late`: the kernel of an early launch (`pdl`) begins when the one before has ended all the same.
+    memory more than they compute. With `exact` it makes the same operations in the same order. `late`: the kernel of an
+    early launch (`pdl`) begins when the one before has ended all the same.
     """
     group = shape.num_heads // shape.num_kv_heads
     if out is None:
