@@ -275,7 +275,6 @@ def mixed_attention(
 
     `detours`: as in `StepContext`, of sequences of one query. `sinks` float32 [Hq]: scores without a value, which take
     part in each head's softmax.
-
     `exact` forbids fused multiply-adds: the compiler uses them in the loop without a mask and not in the one with, so a
     query's bits would depend on where its chunk began.
 
