@@ -63,9 +63,8 @@ def few_decode_attention(
     window: int | None = None,
     out: Tensor | None = None,
     pdl: bool = False,
-    registers: int | None = None,
 ) -> Tensor:
-    """As `rope_decode_attention`. `registers`: of a thread at most."""
+    """As `rope_decode_attention`."""
     if out is None:
         out = torch.empty(context_len.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     few_decode_kernel[(shape.num_kv_heads * split.tasks,)](
@@ -81,7 +80,6 @@ def few_decode_attention(
         _KEYS, PIECE_STEP, rows is not None, turn.q_norm is not None, pdl,
         *_layouts(),
         num_warps=_WARPS,
-        maxnreg=registers,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

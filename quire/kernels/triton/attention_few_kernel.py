@@ -15,6 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.triton.decode_task import load_task
+
 _MOST_QUERIES = gl.constexpr(8)
 """Columns that an MMA has."""
 _JOINED = gl.constexpr(16)
@@ -190,21 +192,6 @@ def _add_tile(
     return higher, weights * shrink[None, :] + weight, acc
 
 
-@gluon.jit
-def _task(number, task_seq, task_piece, piece_count, piece_length, context_len, rows, HAS_ROWS: gl.constexpr):
-    """As `attention_decode.load_task`."""
-    seq = gl.load(task_seq + number)
-    owner = gl.maximum(seq, 0)
-    piece = gl.load(task_piece + number)
-    pieces = gl.load(piece_count + owner)
-    step = gl.load(piece_length)
-    length = gl.load(context_len + owner)
-    row = owner
-    if HAS_ROWS:
-        row = gl.maximum(gl.load(rows + owner), 0)
-    return seq, (number, piece, pieces), row, length, step
-
-
 @gluon.jit(do_not_specialize=["num_parts"])
 def few_decode_kernel(
     qkv, k_cache, v_cache, out, tables, rows, context_len, task_seq, task_piece, piece_count, piece_length, partial,
@@ -217,7 +204,7 @@ def few_decode_kernel(
     QUERY: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
     TURNED: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     head = gl.program_id(0) % NUM_KV
-    seq, task, row, length, step = _task(
+    seq, task, row, length, step = load_task(
         gl.program_id(0) // NUM_KV, task_seq, task_piece, piece_count, piece_length, context_len, rows, HAS_ROWS)
     table = tables + row.to(gl.int64) * table_stride
     first = gl.maximum(length - window, 0)

@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.triton.decode_task import load_task
+
 
 @gluon.jit
 def _box_rows(table, position, end, BOXES: gl.constexpr, BOX: gl.constexpr, PAGE: gl.constexpr):
@@ -240,15 +242,11 @@ def latent_kernel(
     head = gl.program_id(0) % BLOCKS
     task = gl.program_id(0) // BLOCKS
     # The split and the tables are older than the previous kernel, so they are read while that one still runs.
-    seq = gl.load(task_seq + task)
+    seq, numbers, row, length, step = load_task(
+        task, task_seq, task_piece, piece_count, piece_length, context_len, rows, HAS_ROWS)
+    piece = numbers[1]
+    pieces = numbers[2]
     owner = gl.maximum(seq, 0)
-    piece = gl.load(task_piece + task)
-    pieces = gl.load(piece_count + owner)
-    step = gl.load(piece_length)
-    length = gl.load(context_len + owner)
-    row = owner
-    if HAS_ROWS:
-        row = gl.maximum(gl.load(rows + owner), 0)
     table = tables + row.to(gl.int64) * table_stride
     queries = q_rows + owner.to(gl.int64) * q_stride + head * GROUP * (RANK + WIDTH)
     begin = gl.where(seq < 0, 0, piece * step)
