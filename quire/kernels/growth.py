@@ -19,8 +19,8 @@ from quire.kernels.types import NO_DETOUR
 from quire.sampling.sampler import OK
 
 FIELDS: Final = 6
-"""int32 words of a tree: row of the table (-1: no tree), position of the last token of its text, most nodes, most depth,
-whether the token that was drawn counts more than others, and the temperature (float32)."""
+"""int32 words of a tree: row of the table (-1: no tree), position of the last token of its text, most nodes, greatest
+depth, whether the token that was drawn counts more than others, and the temperature (float32)."""
 ROW, START, NODES, DEPTH, WARM, HEAT = range(FIELDS)
 NO_NODE: Final = -2
 """In the place of a parent: there are fewer nodes."""

@@ -11,9 +11,6 @@ from quire.speculation.suffix import SuffixSource
 
 def build_speculator(options: SpeculationOptions | None, draft_rows: int = 0) -> Speculator | None:
     """`draft_rows`: most drafts in one step of a GPU (0: a CPU, where the step's budget is the limit)."""
-    if options is not None and options.tree is not None and draft_rows and options.on_device:
-        raise ConfigError(f"speculative_config tree of method {options.method!r} is not drafted on a GPU: leave tree "
-                          "out for chains, use method 'ngram' or 'suffix', or device='cpu'", field="speculative_config")
     if options is not None and options.min_draft_probability is not None and draft_rows:
         raise ConfigError("speculative_config min_draft_probability is for device='cpu': on a GPU nobody waits to see "
                           "how likely a draft is", field="speculative_config")

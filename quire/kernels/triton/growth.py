@@ -1,5 +1,5 @@
-"""Draft trees that grow on the device: candidates of a level and the nodes of the next pass, then the nodes to be judged
-(`kernels/growth.py` says what lies where, and has the same in torch).
+"""Draft trees that grow on the device: candidates of a level and the nodes of the next pass, then the nodes that are
+judged (`kernels/growth.py` says what lies where, and has the same in torch).
 
 A program has a tree. No program reads what its own launch has written, so nothing has to be waited for.
 """
@@ -21,8 +21,8 @@ _DRAWN, _OK = tl.constexpr(growth.DRAWN), tl.constexpr(OK)
 
 @triton.jit
 def _children(tokens, chances, drawn, row, child, warm, inside, WIDTH: tl.constexpr):
-    """(token, chance) of each child of a row: the likeliest; where the token that was drawn counts more, it comes first,
-    and the others follow with half of their chances."""
+    """(token, chance, whether it is one) of each child of a row: the likeliest; where the token that was drawn counts
+    more, it comes first, and the others follow with half of their chances."""
     token = tl.load(drawn + row * 2, mask=inside, other=-1)
     status = tl.load(drawn + row * 2 + 1, mask=inside, other=1)
     rank = child * 0 + WIDTH
@@ -90,7 +90,8 @@ def _grow_kernel(
         everywhere = tl.arange(0, RESET)
         tl.store(branch_chances + everywhere, tl.full([RESET], -1.0, tl.float64),
                  mask=real & (everywhere >= WIDTH) & (everywhere < size))
-        tl.store(expanded + everywhere, everywhere * 0 - 1, mask=real & (everywhere >= MOST) & (everywhere < nodes_size))
+        later = (everywhere >= MOST) & (everywhere < nodes_size)
+        tl.store(expanded + everywhere, everywhere * 0 - 1, mask=real & later)
     else:
         number = WIDTH * (1 + (level - 1) * MOST) + lane
         parent = tl.load(expanded + (level - 1) * MOST + mine, mask=inside, other=-1)
