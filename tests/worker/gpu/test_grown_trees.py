@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.engine.assembly import engine as assembly
 from quire.errors import ConfigError
 from quire.scheduler.plan import PlanEntry
+from quire.scheduler.request import Request
 from quire.worker.gpu import results
 from quire.worker.gpu.growing import TreeGrower
 from quire.worker.gpu.trees import as_chain
 from quire.worker.tree_drafter import TreeDrafter
 from tests import test_eagle
 from tests.test_eagle import PROMPTS, eagle
-from tests.test_speculation import params
 from tests.worker.gpu import test_heads
 from tests.worker.gpu.drafting import accepted, guessed_at_random, looping, remembering
 from tests.worker.gpu.engines import QWEN3, make_engine, run
@@ -43,11 +45,6 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def build(source: Any, config: Any) -> Any:
-    """As of chains, with rows for all nodes."""
-    return test_heads.build(source, config)
-
-
 @pytest.mark.parametrize(("kind", "options"), [
     ("eagle", {"max_steps_in_flight": 2}),
     ("eagle3", {"max_steps_in_flight": 2}),
@@ -58,7 +55,7 @@ def build(source: Any, config: Any) -> Any:
 def test_tokens_and_logprobs_are_those_without_drafts(
     target: Path, plain: Any, monkeypatch: pytest.MonkeyPatch, grown: list[int], kind: str, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(assembly, "build_worker", build)
+    monkeypatch.setattr(assembly, "build_worker", test_heads.build)
     found, metrics, _ = test_heads.told(target, **eagle(target / kind, tree=TREE), **options)
     assert found == [(tokens, logprobs) for tokens, logprobs, _ in plain[1]]
     assert metrics["spec_draft_tokens"] > metrics["spec_accepted_tokens"] > (8 if kind == "eagle" else 0)
@@ -115,7 +112,7 @@ def test_trees_are_those_of_a_cpu(target: Path, monkeypatch: pytest.MonkeyPatch,
     for device in (False, True):
         both.append((trees_of_the_device if device else trees_of_a_cpu)(monkeypatch))
         if device:
-            monkeypatch.setattr(assembly, "build_worker", build)
+            monkeypatch.setattr(assembly, "build_worker", test_heads.build)
         with LLM(str(target), skip_tokenizer_init=True, num_threads=1, max_steps_in_flight=1,
                  max_num_batched_tokens=400, **eagle(target / kind, tree=tree)) as llm:
             outputs.append([one.outputs[0].token_ids for one in llm.generate(prompts, told, use_tqdm=False)])
@@ -136,7 +133,7 @@ def test_rejection_draws_what_it_draws_on_a_cpu(target: Path, monkeypatch: pytes
     prompts, found = [[(5 * i + 3 * j) % 89 for j in range(20 + i)] for i in range(len(told))], []
     for device in (False, True):
         if device:
-            monkeypatch.setattr(assembly, "build_worker", build)
+            monkeypatch.setattr(assembly, "build_worker", test_heads.build)
         with LLM(str(target), skip_tokenizer_init=True, num_threads=1, max_steps_in_flight=1,
                  max_num_batched_tokens=400, **eagle(target / kind, tree=TREE, verifier="rejection")) as llm:
             outputs = [one.outputs[0].token_ids for one in llm.generate(prompts, told, use_tqdm=False)]
@@ -147,7 +144,7 @@ def test_rejection_draws_what_it_draws_on_a_cpu(target: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("method", ["skip_layers", "draft_model", "itself"])
 def test_models_grow_trees(method: str, grown: list[int]) -> None:
-    """`itself`: the draft model is the target, so that the first branch is right wherever likeliest tokens are drawn."""
+    """`itself`: the draft model is the target, so that a branch is right wherever likeliest tokens are drawn."""
     from quire.speculation.options import SpeculationOptions
     from tests.worker.gpu.drafting import METHODS
 
@@ -189,7 +186,7 @@ def test_siblings_grow_trees_from_their_common_prompt(target: Path, monkeypatch:
     outputs = []
     for more in ({}, eagle(target / "eagle", tree=TREE)):
         if more:
-            monkeypatch.setattr(assembly, "build_worker", build)
+            monkeypatch.setattr(assembly, "build_worker", test_heads.build)
         with LLM(str(target), skip_tokenizer_init=True, num_threads=1, block_size=4, **more) as llm:
             found = llm.generate([PROMPTS[3][:22]], many, use_tqdm=False)[0]
             outputs.append([one.token_ids for one in found.outputs])
@@ -210,6 +207,36 @@ def test_too_many_trees_for_a_pass_are_chains(monkeypatch: pytest.MonkeyPatch, g
     core = make_engine(QWEN3, device=True, budget=200, **asked("eagle", tree=TREE))
     same(run(core, guessed_at_random()), without)
     assert accepted(core)[0] > 0 and max(grown, default=0) <= 2
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_engine_on_the_kernels_grows_the_same_trees(monkeypatch: pytest.MonkeyPatch, grown: list[int],
+                                                       deterministic: bool) -> None:
+    """Attention along detours and the growth itself, by Triton's interpreter: slow, so short."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    from quire.kernels.triton import growth as kernels
+    from quire.ops.triton import TritonOps
+    from quire.worker.gpu import growing
+
+    inner = growing.step_kernels
+    config = {**QWEN3, "num_hidden_layers": 1, "vocab_size": 61}
+    told = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+    def requests() -> list[Request]:
+        return [Request("r", [3, 8, 5], told, seed=0, arrival_time=0.0)]
+
+    more = asked("eagle", tree={"width": 2, "depth": 3, "nodes": 6})
+    plain = run(make_engine(config, device=True, weights=faint), requests())
+    host = make_engine(config, device=True, **more)
+    same(run(host, requests()), plain)
+    monkeypatch.setattr(growing, "step_kernels", lambda device: replace(inner(device), grow=kernels.grow,
+                                                                        finish=kernels.finish))
+    core = make_engine(config, device=True, ops=TritonOps("cpu", torch.float32, deterministic=deterministic), **more)
+    grown.clear()
+    same(run(core, requests()), plain)
+    assert grown and accepted(core) == accepted(host) and accepted(core)[0] > 0
 
 
 def test_a_chain_in_the_place_of_a_tree() -> None:
