@@ -44,31 +44,10 @@ def _children(tokens, chances, drawn, row, child, warm, inside, WIDTH: tl.conste
 
 @triton.jit
 def _grow_kernel(
-    trees,
-    level_at,
-    candidates,
-    branch_chances,
-    expanded,
-    tokens,
-    chances,
-    drawn,
-    ids,
-    rows,
-    places,
-    after,
-    positions,
-    lengths,
-    detours,
-    size,
-    nodes_size,
-    detour_stride,
-    WIDTH: tl.constexpr,
-    MOST: tl.constexpr,
-    DEPTH: tl.constexpr,
-    FIRST: tl.constexpr,
-    LANES: tl.constexpr,
-    RESET: tl.constexpr,
-):
+    trees, level_at, candidates, branch_chances, expanded, tokens, chances, drawn, ids, rows, places, after, positions,
+    lengths, detours, size, nodes_size, detour_stride, WIDTH: tl.constexpr, MOST: tl.constexpr, DEPTH: tl.constexpr,
+    FIRST: tl.constexpr, LANES: tl.constexpr, RESET: tl.constexpr,
+):  # fmt: skip
     tree = tl.program_id(0)
     me = trees + tree * _FIELDS
     row = tl.load(me)
@@ -127,21 +106,9 @@ def _grow_kernel(
 
 @triton.jit
 def _finish_kernel(
-    judged,
-    candidates,
-    branch_chances,
-    expanded,
-    rows,
-    positions,
-    parents,
-    tokens,
-    size,
-    nodes_size,
-    tokens_stride,
-    WIDTH: tl.constexpr,
-    MOST: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    judged, candidates, branch_chances, expanded, rows, positions, parents, tokens, size, nodes_size, tokens_stride,
+    WIDTH: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     tree = tl.program_id(0)
     row = tl.load(judged + tree * 4)
     if row >= 0:
