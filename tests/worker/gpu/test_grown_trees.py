@@ -19,7 +19,7 @@ from quire.worker.gpu import results
 from quire.worker.gpu.growing import TreeGrower
 from quire.worker.gpu.trees import as_chain
 from quire.worker.tree_drafter import TreeDrafter
-from tests import test_eagle
+from tests import test_eagle, test_mtp
 from tests.test_eagle import PROMPTS, eagle
 from tests.worker.gpu import test_heads
 from tests.worker.gpu.drafting import accepted, guessed_at_random, looping, remembering
@@ -158,6 +158,24 @@ def test_models_grow_trees(method: str, grown: list[int]) -> None:
     assert 0 < kept < offered and sum(grown) > 10
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_runs_with_trees_gives_the_tokens_without(seed: int, grown: list[int]) -> None:
+    """Chunks, prefixes, preemption, aborts, windows, steps in flight and trees in any mixture."""
+    from quire.speculation.options import SpeculationOptions
+    from tests.worker.gpu.drafting import METHODS, Case
+
+    case, method = Case(seed), ("skip_layers", "draft_model", "itself")[seed % 3]
+    config, draft = METHODS[method]
+    tree = {"width": 2 + seed % 3, "depth": case.drafts, "nodes": 2 * case.drafts + seed % 4}
+    options = SpeculationOptions.parse({**config, "adaptive": False, "tree": tree})
+    plain = case.outcome(make_engine(case.config, device=False, block_size=8, num_blocks=200, budget=case.budget))
+    core = make_engine(case.config, device=True, depth=case.depth, block_size=case.block_size,
+                       num_blocks=case.num_blocks + 10, budget=case.budget, speculation=options, draft=draft)
+    case.assert_same(case.outcome(core), plain)
+    core.close()
+    assert grown
+
+
 def test_draws_that_read_their_text_take_chains(grown: list[int]) -> None:
     found = []
     for more in ({"weights": faint}, asked("eagle", tree=TREE)):
@@ -192,6 +210,24 @@ def test_siblings_grow_trees_from_their_common_prompt(target: Path, monkeypatch:
             outputs.append([one.token_ids for one in found.outputs])
     assert outputs[0] == outputs[1]
     assert sum(grown) > 10
+
+
+def test_layers_trained_with_the_model_grow_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grown: list[int]
+                                                  ) -> None:
+    """A head whose layer has experts."""
+    folder, outputs = test_mtp.make_target("glm4_moe", tmp_path), []
+    told = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    prompts = [[(5 * i + 3 * j) % 89 for j in range(20 + i)] for i in range(4)]
+    options = {"speculative_config": {**test_mtp.MTP["speculative_config"], "tree": TREE}}
+    for device in (False, True):
+        if device:
+            monkeypatch.setattr(assembly, "build_worker", test_heads.build)
+        with LLM(str(folder), skip_tokenizer_init=True, num_threads=1, max_num_batched_tokens=400, **options) as llm:
+            found = llm.generate(prompts, [told] * len(prompts), use_tqdm=False)
+            counts = [llm.metrics()[f"spec_{name}_tokens"] for name in ("draft", "accepted")]
+            outputs.append(([one.outputs[0].token_ids for one in found], counts))
+    assert outputs[0] == outputs[1]
+    assert counts[0] > 100 and sum(grown) > 10
 
 
 def test_a_head_of_latents_grows_no_trees() -> None:
