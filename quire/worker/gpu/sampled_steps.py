@@ -228,7 +228,8 @@ class SampledSteps:
         key = (rung, int(wants))
         graphs = self._graphs_for(logits)
         if graphs is None:
-            self._send(words, len(rows))
+            self._send(words)
+            self._number(len(rows))
             self._step.logits = logits
             try:
                 self._launch(key, False)
@@ -239,14 +240,18 @@ class SampledSteps:
         if not graphs.holds(key):
             self._send(SampledStage.padding(self._vocab).words(rung, slot))
             graphs.capture([key])
-        self._send(words, len(rows))
+        self._send(words)
+        self._number(len(rows))
         self._replay(graphs, key, rows, settings, slot)
 
-    def _send(self, words: np.ndarray, num_rows: int = 0) -> None:
+    def _send(self, words: np.ndarray) -> None:
         stage = Stage()
         stage.add("words", words)
         stage.send(self._device, self._step.stage)
-        if self._positions is not None and num_rows:
+
+    def _number(self, num_rows: int) -> None:
+        """The positions of rows that are staged, where the device alone knows them."""
+        if self._positions is not None:
             staged = self._step.stage[sampled_row.HEAD : sampled_row.HEAD + num_rows * sampled_row.WORDS]
             mine = staged.view(num_rows, sampled_row.WORDS)
             mine[:, sampled_row.POSITION] = self._positions[mine[:, sampled_row.PLACE].long()] + 1
