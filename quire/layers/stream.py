@@ -53,8 +53,8 @@ class ResidualStream:
 
     def __getitem__(self, index: Tensor | slice) -> ResidualStream:
         """Some of the rows, as a stream of their own; a slice of them is used up with it."""
-        owed = None if self._owed is None else self._owed[index]
-        return ResidualStream(self._ops, self.rows[index], self._fusable, owed)
+        owed = None if self._owed is None else self._owed[index].contiguous()
+        return ResidualStream(self._ops, self.rows[index].contiguous(), self._fusable, owed)
 
     def normed(self, norm: Norm, reader: PackedLinear | None = None) -> Rows:
         """The rows through a norm, with the sum that was owed; for one GEMM alone if a reader is named."""

@@ -157,13 +157,22 @@ class Draws:
     """0: no limit. On the host, since it decides how much is looked at."""
     top_p: Tensor
     uses_min_p: bool
+    positions: Tensor | None = None
+    """int64: those of `keys`, where the device alone knows them."""
+
+    def key_columns(self) -> Tensor:
+        """`keys` on the device: int64 [rows, 3]."""
+        columns = send(self.keys, torch.int64, self.rows.device)
+        if self.positions is not None:
+            columns[:, 2] = self.positions
+        return columns
 
     def noise(self, attempt: int = 0) -> Tensor:
         """One Philox number per row; a hundred tensor operations only pay for themselves over many rows."""
-        device = self.rows.device
-        if len(self.keys) <= _FEW_ROWS:
-            return send([uniform(*key, Purpose.SAMPLE, attempt) for key in self.keys], torch.float64, device)
-        columns = send(self.keys, torch.int64, device)
+        if len(self.keys) <= _FEW_ROWS and self.positions is None:
+            numbers = [uniform(*key, Purpose.SAMPLE, attempt) for key in self.keys]
+            return send(numbers, torch.float64, self.rows.device)
+        columns = self.key_columns()
         return uniforms(columns[:, 0], columns[:, 1], columns[:, 2], Purpose.SAMPLE, attempt)
 
 

@@ -90,7 +90,7 @@ def sample(logits: Tensor, batch: SamplingBatch, kernels: SamplingKernels | None
 def _draw_by_kernels(kernels: SamplingKernels, logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
     top_k = torch.tensor(draws.top_k, dtype=torch.int64)
     return kernels.draw(logits, draws.rows, peak[draws.rows], draws.temperature, _min_p_floor(peak, draws), top_k,
-                        draws.top_p, torch.tensor(draws.keys, dtype=torch.int64))
+                        draws.top_p, draws.key_columns())
 
 
 def _greedy(logits: npt.NDArray[np.float32]) -> SamplerOutput:
@@ -184,7 +184,7 @@ def draw_nucleus(logits: Tensor, peak: Tensor, draws: Draws) -> Tensor:
     """One token of each row from those that top_p keeps: drawn, judged, and drawn again among the likelier ones."""
     kernels = draw_kernels(logits.device)
     if kernels is not None:
-        keys = send(draws.keys, torch.int64, logits.device)
+        keys = draws.key_columns()
         return kernels.draw_nucleus(logits, draws.rows, peak[draws.rows], draws.temperature, _min_p_floor(peak, draws),
                                     draws.top_p, keys)
     ids, noise = torch.arange(logits.shape[1], device=logits.device), draws.noise()

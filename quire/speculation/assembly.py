@@ -11,19 +11,16 @@ from quire.speculation.suffix import SuffixSource
 
 def build_speculator(options: SpeculationOptions | None, draft_rows: int = 0) -> Speculator | None:
     """`draft_rows`: most drafts in one step of a GPU (0: a CPU, where the step's budget is the limit)."""
-    if options is not None and options.tree is not None and draft_rows and options.on_device:
-        raise ConfigError(f"speculative_config tree of method {options.method!r} is not drafted on a GPU: leave tree "
-                          "out for chains, use method 'ngram' or 'suffix', or device='cpu'", field="speculative_config")
     if options is not None and options.min_draft_probability is not None and draft_rows:
         raise ConfigError("speculative_config min_draft_probability is for device='cpu': on a GPU nobody waits to see "
                           "how likely a draft is", field="speculative_config")
-    speculator = None if options is None else _speculator(options, cuts=options.chain_floor > 0.0 and not draft_rows)
+    speculator = None if options is None else _speculator(options, gpu=draft_rows > 0)
     if speculator is not None and draft_rows:
         speculator.most_in_step = draft_rows
     return speculator
 
 
-def _speculator(options: SpeculationOptions, cuts: bool) -> Speculator:
+def _speculator(options: SpeculationOptions, gpu: bool) -> Speculator:
     most, adaptive, tree = options.num_speculative_tokens, options.adaptive, options.tree
     if tree is not None:
         most = tree.depth
@@ -32,4 +29,5 @@ def _speculator(options: SpeculationOptions, cuts: bool) -> Speculator:
     if options.method == SUFFIX:
         source = SuffixSource(options.prompt_lookup_min, options.max_cached_tokens)
         return LookupSpeculator(source, most, adaptive, tree=tree)
-    return DeviceSpeculator(most, adaptive, own_kv=options.own_kv, tree=tree, cuts=cuts)
+    cuts = options.chain_floor > 0.0 and not gpu
+    return DeviceSpeculator(most, adaptive, own_kv=options.own_kv, tree=tree, cuts=cuts, gpu=gpu)

@@ -330,11 +330,13 @@ class DeviceSpeculator(Speculator):
     """Drafts of a model that runs in the worker: only their number is decided here, one for all sequences."""
 
     def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter,
-                 own_kv: bool = False, tree: TreeShape | None = None, cuts: bool = False) -> None:
+                 own_kv: bool = False, tree: TreeShape | None = None, cuts: bool = False, gpu: bool = False) -> None:
         """`own_kv`: the model must have seen a sequence's whole text before it can guess (`skip_layers` need not).
-        `cuts`: it ends a chain where it is unsure, so there may be fewer drafts than were asked for."""
+        `cuts`: it ends a chain where it is unsure, so there may be fewer drafts than were asked for. `gpu`: it has
+        chains alone for sequences whose draws depend on their text."""
         super().__init__(most, adaptive, clock)
         self.tree = tree
+        self._gpu = gpu
         self.own_kv = own_kv
         self.seconds_behind = 0.0
         """What the model takes to catch up, for each token of text that it has not seen. This and `drafting` are for a
@@ -388,6 +390,11 @@ class DeviceSpeculator(Speculator):
                 self._behind += self._lacks(seq)
                 self._seen[seq] = len(seq.tokens)
         return found
+
+    def _largest(self, seq: Sequence) -> TreeShape | None:
+        params = seq.request.params
+        reads = params.penalised or bool(seq.request.bad_words) or seq.num_output_tokens < params.min_tokens
+        return None if self._gpu and reads else super()._largest(seq)
 
     def _lacks(self, seq: Sequence) -> int:
         """Tokens that the model has not seen, beyond the few since it last guessed."""

@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import Request
 from quire.speculation.ngram import NgramSource
 from quire.speculation.speculator import DeviceSpeculator, LookupSpeculator
 from quire.speculation.tree import TreeShape
@@ -88,3 +90,14 @@ def test_a_model_drafts_chains_where_rows_are_dear() -> None:
 def test_a_model_whose_trees_miss_too_ends_soon() -> None:
     speculator = model()
     assert speedup([free(2000)], memory_bound, speculator, draft_cost=0.010, draft_hits=0.1, tree_hits=0.2) > 0.97
+
+
+@pytest.mark.parametrize(("params", "chain"), [
+    ({}, False), ({"top_p": 0.9}, False), ({"frequency_penalty": 0.5}, True), ({"min_tokens": 4}, True),
+], ids=str)
+def test_a_gpu_is_asked_for_chains_where_draws_depend_on_their_text(params: dict[str, float], chain: bool) -> None:
+    request = Request("r", [1, 2, 3], SamplingParams(max_tokens=40, **params), seed=0, arrival_time=0.0)
+    request.max_len = 43
+    for gpu in (False, True):
+        found = DeviceSpeculator(4, adaptive=False, tree=SHAPE, gpu=gpu)._choose(request.sequences, 1, 64)
+        assert [bool(drafts.depth) for drafts in found.values()] == [not (gpu and chain)]

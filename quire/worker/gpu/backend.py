@@ -25,6 +25,9 @@ class StepKernels:
     keep_features: Callable[..., None]
     fetch_features: Callable[..., None]
     walk_trees: Callable[..., None]
+    grow: Callable[..., None]
+    finish: Callable[..., None]
+    """Of trees that grow on the device, as in `quire.kernels.growth`."""
     sampling: ModuleType | None = None
     """`kernels.triton.sample`; None: the full sampler does all that `draw` does not."""
 
@@ -42,7 +45,7 @@ def host_sampling(device: torch.device) -> SamplingKernels | None:
 def step_kernels(device: torch.device) -> StepKernels:
     """Triton's on a GPU. On a CPU the references, written in `host_kernels` so that Triton need not be there."""
     if device.type == "cuda":
-        from quire.kernels.triton import branch, draw, features, inputs, sample, weights
+        from quire.kernels.triton import branch, draw, features, growth, inputs, sample, weights
 
         use_kernels("cuda", weights)
         return StepKernels(
@@ -53,11 +56,15 @@ def step_kernels(device: torch.device) -> StepKernels:
             features.keep_features,
             features.fetch_features,
             branch.walk_trees,
+            growth.grow,
+            growth.finish,
             sample,
         )
+    from quire.kernels import growth as grown
     from quire.kernels import step_reference
 
     return StepKernels(
         step_reference.scatter, step_reference.gather_inputs, step_reference.draw, lambda rows, vocab: None,
         step_reference.keep_features, step_reference.fetch_features, step_reference.walk_trees,
+        grown.grow, grown.finish,
     )

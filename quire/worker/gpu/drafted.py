@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels.growth import NO_NODE
 from quire.sampling.sending import send, send_tensor
 from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.speculation.tree import Parents
@@ -36,7 +37,11 @@ class Drafted:
     passes: list[DraftPass] = field(default_factory=list)
     """Under rejection, for drafts of a model: how the first, second, ... were drawn."""
     parents: list[Parents] = field(default_factory=list)
-    """Of the drafts of every entry, where some are trees."""
+    """Of the drafts of every entry, where some are trees that came with the plan."""
+    grown_depths: list[int] = field(default_factory=list)
+    """Of every entry, where some are trees that the device has grown: how deep its tree may be; 0: it has a chain."""
+    grown_parents: Tensor | None = None
+    """int32, as `tokens`: of the drafts of such trees. Where there are fewer nodes the token is -1."""
 
     @classmethod
     def known(cls, entries: Sequence[PlanEntry]) -> Drafted:
@@ -53,8 +58,27 @@ class Drafted:
         found.tokens = table.arena[found._places(table, range(len(counts)))]
         return found
 
+    @classmethod
+    def grown(cls, entries: Sequence[PlanEntry], table: DeviceTable, parents: Tensor, passes: list[DraftPass]
+              ) -> Drafted:
+        """The same, some of them trees. `parents`: of the rows of the step, in which drafts follow the token before
+        them; of chains they say nothing."""
+        counts = [entry.num_drafts for entry in entries]
+        found = cls.read(entries, counts, table)
+        rows = [row for row, fresh in enumerate(place for count in counts for place in range(1 + count)) if fresh]
+        mine = parents[send(rows, torch.int64, parents.device)]
+        found.grown_depths = [entry.draft_depth for entry in entries]
+        deep = [entry.draft_depth > 0 for entry in entries for _ in range(entry.num_drafts)]
+        missing = send(deep, torch.bool, parents.device) & (mine == NO_NODE)
+        found.tokens, found.grown_parents = torch.where(missing, -1, found.tokens), mine
+        found.passes = passes
+        return found
+
+    def is_tree(self, entry: int) -> bool:
+        return bool(self.parents_of(entry)) or bool(self.grown_depths and self.grown_depths[entry])
+
     def parents_of(self, entry: int) -> Parents:
-        """Of the drafts of one entry, if they are a tree."""
+        """Of the drafts of one entry, if they are a tree that came with the plan."""
         return self.parents[entry] if self.parents else ()
 
     def _places(self, table: DeviceTable, entries: Sequence[int]) -> Tensor:
@@ -77,9 +101,24 @@ class Drafted:
 
     def by_entry(self) -> list[tuple[int, ...]]:
         """The tokens on the host, for drafts that were copied there."""
-        values, found, first = self.tokens.tolist(), [], 0
+        return [tuple(token for token in mine if token >= 0) for mine in self._split(self.tokens)]
+
+    def trees_by_entry(self) -> list[tuple[tuple[int, ...], Parents]]:
+        """The same with the parents of drafts that are trees."""
+        found = list(zip(self.by_entry(), (self.parents_of(i) for i in range(len(self.counts))), strict=True))
+        if self.grown_parents is None:
+            return found
+        for i, parents in enumerate(self._split(self.grown_parents)):
+            tokens = found[i][0]
+            if self.grown_depths[i] and parents[: len(tokens)] != list(range(-1, len(tokens) - 1)):
+                found[i] = tokens, tuple(parents[: len(tokens)])
+        return found
+
+    def _split(self, tensor: Tensor) -> list[list[int]]:
+        """By entry."""
+        values, found, first = tensor.tolist(), [], 0
         for count in self.counts:
-            found.append(tuple(values[first : first + count]))
+            found.append(values[first : first + count])
             first += count
         return found
 

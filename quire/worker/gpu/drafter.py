@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from quire.errors import InvariantError
 from quire.models.decoder import Decoder
 from quire.sampling.philox import Purpose
 from quire.sampling.sampler import draw_weights
@@ -100,18 +101,30 @@ def _state_at(table: DeviceTable, row: SampledRow):  # type: ignore[no-untyped-d
     return state
 
 
+class Growth(Protocol):
+    """Grows trees with the passes of the same runner."""
+
+    span: int
+    """Tokens of one sequence that the last pass before may have."""
+
+    def nodes_of(self, entry: PlanEntry) -> int: ...
+
+    def grow(self, entries: Sequence[PlanEntry]) -> None: ...
+
+
 class DeviceDrafter:
     """Draws up to k drafts for every row that asks for some; how far the model is behind is tracked on the host."""
 
     def __init__(self, runner: DraftRunner, progress: DraftProgress | None, most_tokens: int,
-                 keeps_drafts: bool = True) -> None:
+                 keeps_drafts: bool = True, trees: Growth | None = None) -> None:
         """`keeps_drafts`: what it computed for drafts holds if they are accepted. Not so for a head, which computes
-        them from its own guesses at hidden states."""
+        them from its own guesses at hidden states. `trees`: grows those that entries ask for."""
         self.runner = runner
         self._progress = progress
         """Of a model with KV of its own; None: it reads the target's."""
         self._most_tokens = most_tokens
         self._keeps_drafts = keeps_drafts
+        self._trees = trees
 
     def follow(self, plan: StepPlan) -> None:
         """Take note of what a plan does to the rows and blocks, before it runs."""
@@ -130,12 +143,13 @@ class DeviceDrafter:
         progress.written(plan.entries)
 
     def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]:
-        """The entries with the number of drafts each gets (0 while the model is behind), and the drafts."""
+        """The entries with the number of drafts each gets (0 while the model is behind), and the drafts. Those of trees
+        are not among these yet: they have grown, and whoever stages the target's step gets them."""
         counts = [0] * len(entries)
         first: list[PlanEntry] = []
         left = self._most_tokens
         for i, entry in enumerate(entries):
-            if not entry.device_drafts:
+            if not entry.device_drafts or entry.draft_depth:
                 continue
             start, wanted = (entry.start, 1) if self._progress is None else self._progress.catch_up(entry)
             count = min(wanted, MOST_AT_ONCE, left)
@@ -145,14 +159,52 @@ class DeviceDrafter:
                 counts[i] = entry.device_drafts if count == wanted else 0
         self.runner.begin()
         self._pass(first, keeps=True)
-        for place in range(1, max(counts)):
+        for place in range(1, max(counts, default=0)):
             self._pass([PlanEntry(entry.row, entry.start + place, 1, sample=True)
                         for entry, count in zip(entries, counts, strict=True) if count > place], self._keeps_drafts)
-        filled = [replace(entry, device_drafts=count, num_tokens=1 + count) if entry.device_drafts else entry
+        filled = [replace(entry, device_drafts=count, num_tokens=1 + count)
+                  if entry.device_drafts and not entry.draft_depth else entry
                   for entry, count in zip(entries, counts, strict=True)]
         drafted = Drafted.read(entries, counts, table)
         drafted.passes = self.runner.passes
+        if any(entry.draft_depth for entry in entries):
+            filled = self._grown(filled)
         return filled, drafted
+
+    def _grown(self, entries: Sequence[PlanEntry]) -> list[PlanEntry]:
+        """Trees for the entries that ask for some, and none while the model is behind."""
+        if self._trees is None:
+            raise InvariantError("a tree was asked of who drafts chains")
+        span, left = self._trees.span, self._most_tokens
+        reading: list[PlanEntry] = []
+        last: list[PlanEntry] = []
+        filled: list[PlanEntry] = []
+        growing: list[PlanEntry] = []
+        for entry in entries:
+            if not entry.draft_depth:
+                filled.append(entry)
+                continue
+            start, wanted = (entry.start, 1) if self._progress is None else self._progress.catch_up(entry)
+            # A text that it has not read takes a pass of its own, so that the last tokens of all fit into one step.
+            count = min(wanted - 1 if wanted > span else 0, MOST_AT_ONCE, left)
+            left -= count
+            if count > 0:
+                reading.append(PlanEntry(entry.row, start, count, sample=False))
+            if wanted - count > span:
+                filled.append(replace(entry, device_drafts=0, draft_depth=0, num_tokens=1))
+                continue
+            last.append(PlanEntry(entry.row, start + count, wanted - count, sample=True))
+            nodes = self._trees.nodes_of(entry)
+            growing.append(entry)
+            filled.append(replace(entry, device_drafts=nodes, num_tokens=1 + nodes))
+        # What was drawn for chains is judged by its weights; nodes of trees are chosen.
+        self.runner.begin()
+        self._pass(reading, keeps=True)
+        self._pass(last, keeps=True)
+        if growing:
+            self._trees.grow(growing)
+        self.runner.begin()
+        return filled
 
     def _pass(self, entries: list[PlanEntry], keeps: bool) -> None:
         if entries:

@@ -42,6 +42,8 @@ class DrawnStep:
     slot: int = 0
     """Which of the ring's slots `drawn` is."""
     drafted: Drafted | None = None
+    positions: Tensor | None = None
+    """int32, of the rows of the step, where the device alone knows them: each draws the token after its own."""
 
     def rows(self) -> SampledRows:
         """All that are drawn for, without masks."""
@@ -107,7 +109,7 @@ class SpecialDraws:
         if not len(mine):
             return rows
         try:
-            found = kernels.draw(step.logits, mine, step.slot)
+            found = kernels.draw(step.logits, mine, step.slot, step.positions)
         except RuntimeError as error:
             too_much(error)
             return rows
@@ -131,9 +133,11 @@ class SpecialDraws:
 
     def _draw_again(self, step: DrawnStep, rows: Sequence[SampledRow]) -> None:
         table = self._table
-        output = sample_special(step.logits, rows, table)
+        output = sample_special(step.logits, rows, table, step.positions)
         numbers = send([[row.place, row.row, row.position] for row in rows], torch.int64, table.arena.device)
         places, owners, positions = numbers.unbind(1)
+        if step.positions is not None:
+            positions = step.positions[places].long() + 1
         tokens = output.token_ids.to(torch.int32)
         step.drawn[places] = torch.stack((tokens, output.status.to(torch.int32)), 1)
         # A position past the end has no place in the row; it goes to the last one, which is never read.
@@ -150,6 +154,8 @@ class SpecialDraws:
             if count and not self._table.info(row).params.greedy:
                 parents = drafted.parents_of(index)
                 ahead = [0, *depths(parents)] if parents else range(1 + count)
+                if drafted.grown_depths and drafted.grown_depths[index]:
+                    ahead = [0] * (1 + count)  # nothing that is judged depends on it
                 rows = [SampledRow(places[first + i], row, position + depth, step.entries[first + i].masks)
                         for i, depth in enumerate(ahead)]
                 judged.append(JudgedEntry(index, rows))

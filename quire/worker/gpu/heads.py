@@ -21,19 +21,10 @@ from quire.models.decoder import Decoder
 from quire.models.heads.head import DraftHead
 from quire.ops.interface import Ops
 from quire.parallel.place import Place
-from quire.scheduler.plan import PlanEntry
 from quire.worker.gpu.backend import StepKernels, step_kernels
-from quire.worker.gpu.batches import is_decode, rung_for
-from quire.worker.gpu.decode_buffers import DecodeBuffers
-from quire.worker.gpu.drafter import DraftRunner
-from quire.worker.gpu.draws import DrawnStep
-from quire.worker.gpu.graphs import GraphCache
 from quire.worker.gpu.passes import DevicePasses, DeviceRanks
-from quire.worker.gpu.results import PendingStep
+from quire.worker.gpu.spans import SpanRunner
 from quire.worker.gpu.table import DeviceTable
-
-_NO_TOKEN = PlanEntry(-1, 0, 1, sample=False)
-"""A row of padding."""
 
 
 class KeptStates:
@@ -115,7 +106,12 @@ class HeadPasses(DevicePasses):
     def forward(
         self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], rows: Tensor, places: Tensor
     ) -> HeadRows:
-        return HeadRows(self._ops, self._head.forward(ids, self._states.before(rows, places), ctx, caches[0]), rows,
+        return self.forward_nodes(ids, ctx, caches, rows, places, places)
+
+    def forward_nodes(
+        self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], rows: Tensor, places: Tensor, after: Tensor
+    ) -> HeadRows:
+        return HeadRows(self._ops, self._head.forward(ids, self._states.before(rows, after), ctx, caches[0]), rows,
                         places)
 
     def logits(self, hidden: ResidualStream, ctx: StepContext | None = None, out: Tensor | None = None) -> Tensor:
@@ -125,62 +121,10 @@ class HeadPasses(DevicePasses):
         return self._head.logits(hidden.rows, out)
 
 
-class HeadRunner(DraftRunner):
+class HeadRunner(SpanRunner):
     """Steps of a head. The first pass of a step's drafts computes all tokens that the target has accepted since, now
-    with its hidden states: up to `span` of each sequence, every one a row of a captured step."""
+    with its hidden states."""
 
-    def __init__(self, head: DraftHead, ops: Ops, table: DeviceTable, device: torch.device, *, span: int,
-                 most_rows: int, states: KeptStates, **options: Any) -> None:
-        """`most_rows`: of such a step."""
+    def __init__(self, head: DraftHead, ops: Ops, table: DeviceTable, device: torch.device, *, states: KeptStates,
+                 **options: Any) -> None:
         super().__init__(head, ops, table, device, passes=HeadPasses(head, ops, states), **options)
-        self._span = span
-        self._wide_rungs = [rung for rung in self.rungs if rung * span <= most_rows]
-        self._wide = DecodeBuffers.allocate(span * max(self._wide_rungs, default=0), len(self.contexts.windows), 0,
-                                            ops.dtype, device)
-        self.contexts.reserve({*self.rungs, *(rung * span for rung in self._wide_rungs)})
-        self._wide_graphs: GraphCache | None = None
-        if self.graphs is not None:
-            self._wide_graphs = GraphCache(device, self._decode_last, self.graphs.pool)
-
-    def capture(self, max_num_seqs: int) -> None:
-        if self._wide_graphs is not None:
-            self._wide_graphs.capture(self._wide_rungs)
-        super().capture(max_num_seqs)
-
-    def close(self) -> None:
-        if self._wide_graphs is not None:
-            self._wide_graphs.close()
-        self._wide_graphs = None
-        super().close()
-
-    @property
-    def replays(self) -> int:
-        """Passes that were replayed from graphs."""
-        return sum(graphs.replays for graphs in (self.graphs, self._wide_graphs) if graphs is not None)
-
-    def launch(self, entries: list[PlanEntry]) -> None:
-        if is_decode(entries) or not self._fits(entries):
-            super().launch(entries)
-            return
-        count, span = len(entries), self._span
-        rung = rung_for(self._wide_rungs, count)
-        rows: list[PlanEntry] = []
-        for entry in entries:
-            rows += [_NO_TOKEN] * (span - entry.num_tokens)
-            rows += [PlanEntry(entry.row, entry.start + i, 1, sample=False) for i in range(entry.num_tokens)]
-        self._wide.staged(rows, 0).send(self._device, self._wide.stage)
-        if self._wide_graphs is not None and self._replays:
-            self._wide_graphs.run(rung)
-        else:
-            self._decode_last(rung)
-        drawn = self.launches.drawn[0]
-        pending = PendingStep(0, count, range(count), drawn[:count])
-        self.draws.draw(DrawnStep(pending, entries, range(count), self.launches.buffers.logits, drawn))
-        self._staged = [(entry.row, entry.start + entry.num_tokens) for entry in entries]
-
-    def _fits(self, entries: Sequence[PlanEntry]) -> bool:
-        most = max(self._wide_rungs, default=0)
-        return len(entries) <= most and all(entry.sample and entry.num_tokens <= self._span for entry in entries)
-
-    def _decode_last(self, rung: int, separate_rope: bool = True) -> None:
-        self.launches.decode_last(self._wide, rung, self._span)

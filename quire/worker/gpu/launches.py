@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.growth import NodeRows
 from quire.kernels.types import LayerCache
 from quire.layers.stream import ResidualStream
 from quire.sampling.sampler import OK
@@ -126,6 +127,18 @@ class StepLaunches:
         trees = view("trees").view(-1, 4)[:count]
         self._kernels.walk_trees(trees, view("parents"), self.buffers.ids, self.drawn, view("ring"),
                                  self._table.tokens, path[:count], OK, nodes)
+
+    def nodes(self, nodes: NodeRows, count: int, ring: Tensor) -> None:
+        """A pass over `count` nodes of trees that grow. What is drawn after them is found in the ring's slot."""
+        b, rows, places = self.buffers, nodes.rows[:count], nodes.places[:count]
+        slots = tuple(slot[:count] for slot in b.slots)
+        self._gather(rows, places, b.ids[:count], b.wide_positions[:count], slots, None)
+        lengths = nodes.lengths[:count]
+        ctx = self._contexts.decode(rows, nodes.positions[:count], b.query_start[: count + 1], lengths, slots, True,
+                                    self.caches, nodes.detours[:count])
+        hidden = self.passes.forward_nodes(nodes.ids[:count], ctx, self.caches, rows, places, nodes.after[:count])
+        self.draw(self.passes.logits(hidden, ctx, b.logits[:count]), rows, lengths, ring)
+        self.passes.settle()
 
     def padded(self, rung: MixedRung, view: View, draws: int) -> None:
         """A mixed step of a fixed shape, all of it on fixed addresses."""

@@ -65,6 +65,12 @@ class DevicePasses:
             _known(after).send(stream.settled())
         return stream
 
+    def forward_nodes(
+        self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], rows: Tensor, places: Tensor, after: Tensor
+    ) -> ResidualStream:
+        """The same of nodes of trees. `after`: one place further than that of the token that each follows."""
+        return self.forward(ids, ctx, caches, rows, places)
+
     def logits(self, hidden: ResidualStream, ctx: StepContext | None = None, out: Tensor | None = None) -> Tensor:
         """On every tensor rank of the last stage, which all have to ask."""
         found = self._decoder.gathered_logits(hidden, ctx, out)

@@ -12,7 +12,7 @@ from quire.sampling.batch import SamplingRow
 from quire.sampling.logprobs import SampledLogprobs, batch_logprobs
 from quire.sampling.sampler import NOT_FINITE, draw_weights
 from quire.sampling.sending import send, send_tensor
-from quire.speculation.tree import ROOT, ancestry
+from quire.speculation.tree import ROOT, depths
 from quire.speculation.verify import NoiseKeys, judge_by_rejection
 from quire.speculation.verify_tree import judge_tree
 from quire.worker.gpu.backend import host_sampling
@@ -43,8 +43,8 @@ def judge_drafts(logits: Tensor, judged: Sequence[JudgedEntry], drafted: Drafted
     of those that want some, with the places they belong to.
     """
     found = []
-    trees = [entry for entry in judged if drafted.parents_of(entry.index)]
-    chains = [entry for entry in judged if not drafted.parents_of(entry.index)]
+    trees = [entry for entry in judged if drafted.is_tree(entry.index)]
+    chains = [entry for entry in judged if not drafted.is_tree(entry.index)]
     parts = [_Part(chains[at : at + _AT_ONCE], drafted, table, logits) for at in range(0, len(chains), _AT_ONCE)]
     parts += [_TreePart(trees[at : at + _TREES_AT_ONCE], drafted, table, logits)
               for at in range(0, len(trees), _TREES_AT_ONCE)]
@@ -98,13 +98,16 @@ class _Part:
 
     def _drafts(self) -> Tensor:
         """[entries, most]; -1 after the last of an entry."""
+        return self._of_drafts(self.drafted.tokens)
+
+    def _of_drafts(self, values: Tensor) -> Tensor:
+        """The same of any numbers that all drafts have."""
         before = [sum(self.drafted.counts[: entry.index]) for entry in self.entries]
         places = [[first + j if j < count else -1 for j in range(self.most)]
                   for first, count in zip(before, self.counts, strict=True)]
         where = self._tensor(places)
-        tokens = self.drafted.tokens
-        tokens = send_tensor(tokens, self.device) if tokens.is_cpu else tokens
-        return torch.where(where < 0, -1, tokens.long()[where.clamp(min=0)])
+        values = send_tensor(values, self.device) if values.is_cpu else values
+        return torch.where(where < 0, -1, values.long()[where.clamp(min=0)])
 
     def _proposal(self) -> Tensor | None:
         """The weights that a model drew its drafts with; None: somebody was sure of them."""
@@ -125,17 +128,25 @@ class _Part:
 
 
 class _TreePart(_Part):
-    """Entries whose drafts are trees that came with the plan: chosen, not drawn. What is kept is written so that who
-    walks along a tree by what was drawn goes where the judge went."""
+    """Entries whose drafts are trees: chosen, not drawn. What is kept is written so that who walks along a tree by what
+    was drawn goes where the judge went."""
 
     def _outcome(self, target: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
-        most, count = self.most, len(self.entries)
-        shapes = [self.drafted.parents_of(entry.index) for entry in self.entries]
-        parents = self._tensor([[*shape, *[ROOT] * (most - len(shape))] for shape in shapes])
+        most, grown = self.most, self.drafted.grown_parents
+        if grown is None:
+            shapes = [self.drafted.parents_of(entry.index) for entry in self.entries]
+            parents = self._tensor([[*shape, *[ROOT] * (most - len(shape))] for shape in shapes])
+            deepest = max(max(depths(shape)) for shape in shapes)
+        else:
+            parents = self._of_drafts(grown)
+            deepest = max(self.drafted.grown_depths[entry.index] for entry in self.entries)
         last, _, token = judge_tree(drafts, parents, target, None, self._keys())
-        paths = [[[], *ancestry(shape), *[[]] * (most - len(shape))] for shape in shapes]
-        lines = self._tensor([[[node in path for node in range(most)] for path in each] for each in paths])
-        kept = lines[torch.arange(count, device=self.device), last + 1] > 0
+        kept = torch.zeros_like(drafts, dtype=torch.bool)
+        place = torch.arange(most, device=self.device)
+        for _ in range(deepest):
+            kept = kept | (place == last[:, None])
+            above = parents.gather(1, last.clamp(min=0)[:, None]).squeeze(1)
+            last = torch.where(last < 0, last, above)
         # A kept draft is what was drawn at its parent; all others go to a column that is cut off.
         values = token[:, None].repeat(1, most + 2)
         values.scatter_(1, torch.where(kept, parents + 1, most + 1), drafts)

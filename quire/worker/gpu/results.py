@@ -116,8 +116,14 @@ def _host_copy(pending: PendingStep) -> PendingStep:
         [(entry, found.moved(_to_host)) for entry, found in pending.prompt_logprobs],
         None if pending.candidates is None else _candidates_to_host(*pending.candidates),
         pending.errors,
-        None if pending.drafts is None else replace(pending.drafts, tokens=_to_host(pending.drafts.tokens)),
+        None if pending.drafts is None else _drafts_to_host(pending.drafts),
     )
+
+
+def _drafts_to_host(drafted: Drafted) -> Drafted:
+    parents = drafted.grown_parents
+    return replace(drafted, tokens=_to_host(drafted.tokens),
+                   grown_parents=None if parents is None else _to_host(parents))
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -162,9 +168,9 @@ def _drawn(pending: PendingStep) -> list[EntryResult]:
 def _judged(drafted: Drafted, places: list[EntryResult]) -> list[EntryResult]:
     """The plan's entries, of which each is as many places here as it has drafts, and one more."""
     results, first = [], 0
-    for index, mine in enumerate(drafted.by_entry()):
-        results.append(along_drafts(mine, places[first : first + 1 + len(mine)], drafted.parents_of(index)))
-        first += 1 + len(mine)
+    for (mine, parents), count in zip(drafted.trees_by_entry(), drafted.counts, strict=True):
+        results.append(along_drafts(mine, places[first : first + 1 + len(mine)], parents))
+        first += 1 + count
     return results
 
 

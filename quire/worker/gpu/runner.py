@@ -38,7 +38,7 @@ from quire.worker.gpu.prompt_logprobs import add_prompt_logprobs
 from quire.worker.gpu.results import PendingStep
 from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import NOTHING, DeviceTable
-from quire.worker.gpu.trees import TreeSteps, first_branch, nodes_as_decodes
+from quire.worker.gpu.trees import TreeSteps, as_chain, nodes_as_decodes
 
 
 class DeviceRunner:
@@ -56,6 +56,7 @@ class DeviceRunner:
         fuse_rope: bool = False,
         windows: tuple[int | None, ...] | None = None,
         mixed_tokens: int = 0,
+        least_rows: int = 0,
         rejection: bool = False,
         advance: bool = False,
         ranks: DeviceRanks | None = None,
@@ -63,7 +64,8 @@ class DeviceRunner:
     ) -> None:
         """`fuse_rope`: decode steps without drafts rotate inside their attention. `windows`: of the table's cache
         groups, where the decoder's layers are not all that these were made for. `mixed_tokens`: mixed steps of up to
-        so many tokens (of prompts) are padded to fixed shapes; 0: none are. `rejection`: see `SpecialDraws`.
+        so many tokens (of prompts) are padded to fixed shapes; 0: none are. `least_rows`: there is room for so many
+        in decode steps of whoever launches these by himself. `rejection`: see `SpecialDraws`.
         `advance`: see `StepLaunches`. `ranks`: the others that share the model. `passes`: other than the decoder's
         own."""
         self._device = device
@@ -73,7 +75,7 @@ class DeviceRunner:
             if isinstance(decoder, DraftHead):
                 raise InvariantError("a draft head has passes of its own")
             passes = DevicePasses(decoder, ranks)
-        self.launches = StepLaunches(passes, table, self.contexts, max_num_seqs, advance)
+        self.launches = StepLaunches(passes, table, self.contexts, max(max_num_seqs, least_rows), advance)
         self.rungs = ladder(max_num_seqs)
         # Steps with drafts are never padded to these, so rows that are there for drafts need no shapes.
         mixed = self.contexts.mixed_rungs(decoder, min(max_num_seqs, table.num_rows), mixed_tokens)
@@ -131,7 +133,7 @@ class DeviceRunner:
             return self._nothing_drawn(plan.step)
         if not any(entry.num_drafts for entry in plan.entries):
             return self._run(plan, places, values)
-        if self.trees is not None and any(entry.parents for entry in plan.entries):
+        if self.trees is not None and any(entry.parents or entry.draft_depth for entry in plan.entries):
             return self._run_trees(self.trees, plan, places, values)
         entries: Sequence[PlanEntry] = plan.entries
         if self.drafter is not None and any(entry.device_drafts for entry in entries):
@@ -147,13 +149,22 @@ class DeviceRunner:
 
     def _run_trees(self, trees: TreeSteps, plan: StepPlan, places: np.ndarray, values: np.ndarray) -> PendingStep:
         self.launches.scatter(places, values)
-        slot, rows = plan.step % RING, nodes_as_decodes(plan.entries)
-        trees.launch(plan.entries, slot)
+        entries: Sequence[PlanEntry] = plan.entries
+        drafted = None
+        if self.drafter is not None and any(entry.device_drafts for entry in entries):
+            entries, drafted = self.drafter.propose(entries, self._table)
+        slot, rows = plan.step % RING, nodes_as_decodes(entries)
+        trees.stage(entries, slot)
+        if drafted is None:
+            drafted = Drafted.known(entries)
+        elif any(entry.draft_depth for entry in entries):
+            drafted = Drafted.grown(entries, self._table, trees.parents, drafted.passes)
+        trees.launch(entries)
         count, drawn = len(rows), self.launches.drawn[slot]
         pending = PendingStep(plan.step, count, range(count), drawn[:count])
-        drafted = Drafted.known(plan.entries)
-        self.draws.draw(DrawnStep(pending, rows, range(count), self.launches.buffers.logits, drawn, slot, drafted))
-        trees.settle(plan.entries)
+        self.draws.draw(DrawnStep(pending, rows, range(count), self.launches.buffers.logits, drawn, slot, drafted,
+                                  trees.positions if drafted.grown_depths else None))
+        trees.settle(entries)
         pending.drafts = drafted
         return pending
 
@@ -246,9 +257,9 @@ class DeviceRunner:
 
 def _with_chains(plan: StepPlan) -> StepPlan:
     """The plan with a chain in the place of every tree."""
-    if not any(entry.parents for entry in plan.entries):
+    if not any(entry.parents or entry.draft_depth for entry in plan.entries):
         return plan
-    return replace(plan, entries=[first_branch(entry) if entry.parents else entry for entry in plan.entries])
+    return replace(plan, entries=[as_chain(entry) for entry in plan.entries])
 
 
 def staged_step(

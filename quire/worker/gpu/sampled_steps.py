@@ -113,6 +113,8 @@ class SampledSteps:
         """Rows and ages of the step before."""
         self._settings: list[RowSettings] = []
         self._staged: _Staged | None = None
+        self._positions: Tensor | None = None
+        """Of the step that is drawn, where the device alone knows them."""
         self._step: Any = None
 
     # ---- memory
@@ -164,13 +166,16 @@ class SampledSteps:
             self._send(SampledStage.padding(self._vocab).words(1, 0))
             self._launch((1, int(wants)), False)
 
-    def draw(self, logits: Tensor, rows: SampledRows, slot: int) -> PackedLogprobs | None:
-        """Draw for the rows from their places of the logits, into `slot` of the ring; returns what they report."""
+    def draw(self, logits: Tensor, rows: SampledRows, slot: int, positions: Tensor | None = None
+             ) -> PackedLogprobs | None:
+        """Draw for the rows from their places of the logits, into `slot` of the ring; returns what they report.
+        `positions`: by place, of the tokens that are followed, where the device alone knows them."""
         settings = self._settings_of(rows.owners)
         staged, self._staged = self._staged, None
         try:
             graphs = self._graphs_for(logits)
-            if graphs is not None and staged is not None and staged.serves(rows, settings, slot):
+            self._positions = positions
+            if positions is None and graphs is not None and staged is not None and staged.serves(rows, settings, slot):
                 self._counts.advance(rows)
                 self._replay(graphs, staged.key, rows, settings, slot)
             else:
@@ -203,7 +208,7 @@ class SampledSteps:
     def _replay(self, graphs: GraphCache, key: tuple[int, int], rows: SampledRows, settings: list[RowSettings],
                 slot: int) -> None:
         graphs.run(key)
-        if not self._stage.changing:
+        if not self._stage.changing and self._positions is None:
             self._staged = _Staged(settings, rows.places, rows.positions + 1, (slot + 1) % len(self._drawn), key)
 
     def _settings_of(self, owners: np.ndarray) -> list[RowSettings]:
@@ -224,6 +229,7 @@ class SampledSteps:
         graphs = self._graphs_for(logits)
         if graphs is None:
             self._send(words)
+            self._number(len(rows))
             self._step.logits = logits
             try:
                 self._launch(key, False)
@@ -235,12 +241,20 @@ class SampledSteps:
             self._send(SampledStage.padding(self._vocab).words(rung, slot))
             graphs.capture([key])
         self._send(words)
+        self._number(len(rows))
         self._replay(graphs, key, rows, settings, slot)
 
     def _send(self, words: np.ndarray) -> None:
         stage = Stage()
         stage.add("words", words)
         stage.send(self._device, self._step.stage)
+
+    def _number(self, num_rows: int) -> None:
+        """The positions of rows that are staged, where the device alone knows them."""
+        if self._positions is not None:
+            staged = self._step.stage[sampled_row.HEAD : sampled_row.HEAD + num_rows * sampled_row.WORDS]
+            mine = staged.view(num_rows, sampled_row.WORDS)
+            mine[:, sampled_row.POSITION] = self._positions[mine[:, sampled_row.PLACE].long()] + 1
 
     def _launch(self, key: tuple[int, int], _: bool) -> None:
         rows, wants = key

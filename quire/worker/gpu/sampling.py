@@ -43,13 +43,16 @@ class DeviceEdits:
         return before, None
 
 
-def sample_special(logits: Tensor, rows: Sequence[SampledRow], table: DeviceTable) -> SamplerOutput:
+def sample_special(logits: Tensor, rows: Sequence[SampledRow], table: DeviceTable, positions: Tensor | None = None
+                   ) -> SamplerOutput:
     """Tokens of the rows `rows[i].place` of logits [R, V], with log-probabilities where asked for."""
-    return sample(*special_batch(logits, rows, table), host_sampling(logits.device))
+    return sample(*special_batch(logits, rows, table, positions), host_sampling(logits.device))
 
 
-def special_batch(logits: Tensor, rows: Sequence[SampledRow], table: DeviceTable) -> tuple[Tensor, SamplingBatch]:
-    """The rows `rows[i].place` of logits [R, V], and how each of them draws."""
+def special_batch(logits: Tensor, rows: Sequence[SampledRow], table: DeviceTable, positions: Tensor | None = None
+                  ) -> tuple[Tensor, SamplingBatch]:
+    """The rows `rows[i].place` of logits [R, V], and how each of them draws. `positions`: of the tokens that all rows
+    follow, where the device alone knows them."""
     infos = [table.info(row.row) for row in rows]
     # Copies, since several may be of one row: the places of a draft.
     states = [info.state.ahead(()) for info in infos]
@@ -61,6 +64,9 @@ def special_batch(logits: Tensor, rows: Sequence[SampledRow], table: DeviceTable
     batch = SamplingBatch.build(states, picked.shape[1], logits.device)
     if any(info.bad_words or info.params.penalised for info in infos):
         batch.edits = DeviceEdits(batch.edits, table, rows, infos)  # type: ignore[assignment]
+    for draws in (batch.plain, batch.nucleus, batch.filtered):
+        if draws is not None and positions is not None:
+            draws.positions = positions[places[draws.rows]].long() + 1
     return picked, batch
 
 

@@ -1,21 +1,26 @@
-"""Steps with draft trees that came with the plan: all nodes are rows of a decode step, and the branch that the target
-draws is moved to the slots of its positions before anybody can read them.
+"""Steps with draft trees: all nodes are rows of a decode step, and the branch that the target draws is moved to the
+slots of its positions before anybody can read them.
+
+Trees of lookups come with the plan. Of those that a model grows on the device (`worker/gpu/growing.py`) the host knows
+the number of nodes; their shape is written into the rows of the step by the device itself.
 
 A node's slot is its number, its position is its depth; attention reads the keys of its ancestors where they lie
 (`StepContext.detours`). Two captured graphs: the step itself, and, once all its tokens are drawn, the walk along the
-trees and the moves. A step with prompts, and sequences whose draws look at their text, take a tree's first branch.
+trees and the moves. A step with prompts, and sequences whose draws look at their text, take chains: of a tree that came
+with the plan, its first branch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.growth import JudgedRows
 from quire.kernels.types import NO_DETOUR, LayerCache
 from quire.ops.interface import Ops
 from quire.scheduler.plan import PlanEntry, StepPlan
@@ -36,15 +41,39 @@ def first_branch(entry: PlanEntry) -> PlanEntry:
     return replace(entry, drafts=tuple(entry.drafts[node] for node in chain), parents=(), num_tokens=1 + len(chain))
 
 
+def as_chain(entry: PlanEntry) -> PlanEntry:
+    """The entry with a chain in the place of its tree, if it has one."""
+    if not entry.draft_depth:
+        return first_branch(entry) if entry.parents else entry
+    count = min(entry.device_drafts, entry.draft_depth)
+    return replace(entry, device_drafts=count, draft_depth=0, num_tokens=1 + count)
+
+
 def nodes_as_decodes(entries: Sequence[PlanEntry]) -> list[PlanEntry]:
-    """Every token of a step an entry of its own, at its position: as `drafts_as_decodes`, of trees too."""
+    """Every token of a step an entry of its own, at its position: as `drafts_as_decodes`, of trees too. Where the
+    device alone knows the shape of a tree, its nodes are said to be where the text ends."""
     found: list[PlanEntry] = []
     for entry in entries:
         ahead = [0, *(depths(entry.parents) if entry.parents else range(1, entry.num_tokens))]
+        if entry.draft_depth:
+            ahead = [0] * entry.num_tokens
         size = len(entry.masks) // entry.num_tokens
         found += [PlanEntry(entry.row, entry.start + depth, 1, True, masks=entry.masks[i * size : (i + 1) * size])
                   for i, depth in enumerate(ahead)]
     return found
+
+
+class Grower(Protocol):
+    """Who grows trees on the device."""
+
+    @property
+    def most(self) -> int:
+        """Trees of one step."""
+        ...
+
+    def finish(self, count: int) -> None:
+        """Write so many trees, which have grown, into the rows of the step that is staged."""
+        ...
 
 
 class TreeSteps:
@@ -66,24 +95,40 @@ class TreeSteps:
         self._most_trees = table.num_rows
         self._tree_rungs = ladder(self._most_trees)
         self._path = torch.full((self._most_trees, shape.depth), -1, dtype=torch.int32, device=self._device)
+        self._kept: list[tuple[LayerCache, int]] = []
+        self.grower: Grower | None = None
+        """Of trees that grow on the device."""
         self._graphs = None if pool is None else GraphCache(self._device, self._launch, pool)
         self._settling = None if pool is None else GraphCache(self._device, self._settle, pool)
         self._replays = False
 
+    def also_moves(self, cache: LayerCache, group: int) -> None:
+        """What else is kept of the tokens that the target has computed, in blocks of that group."""
+        self._kept.append((cache, group))
+
     def chains(self, plan: StepPlan) -> StepPlan:
         """The plan with its trees, or with chains in the place of those that this step or sequence cannot have."""
-        if not any(entry.parents for entry in plan.entries):
+        if not any(entry.parents or entry.draft_depth for entry in plan.entries):
             return plan
         started = {start.row for start in plan.starts}
-        decoding = all(entry.sample and entry.num_tokens == 1 + entry.num_drafts and not entry.device_drafts
-                       and not entry.candidates and entry.prompt_logprobs_from is None for entry in plan.entries)
+        decoding = all(entry.sample and entry.num_tokens == 1 + entry.num_drafts and not entry.candidates
+                       and entry.prompt_logprobs_from is None for entry in plan.entries)
+        growing = sum(entry.draft_depth > 0 for entry in plan.entries)
+        fit = growing <= (0 if self.grower is None else self.grower.most)
 
         def fits(entry: PlanEntry) -> bool:
-            known = decoding and entry.row not in started and not self._table.info(entry.row).reads_history
-            return known and max(depths(entry.parents)) <= self._shape.depth and not entry.masks
+            if not decoding or entry.row in started or entry.masks:
+                return False
+            info = self._table.info(entry.row)
+            if info.reads_history:
+                return False
+            if entry.draft_depth:
+                # The host does not know at which positions the nodes draw: bans that depend on it must be over.
+                return fit and entry.start + 1 - info.num_prompt >= info.params.min_tokens
+            return max(depths(entry.parents)) <= self._shape.depth
 
-        return replace(plan, entries=[first_branch(entry) if entry.parents and not fits(entry) else entry
-                                      for entry in plan.entries])
+        return replace(plan, entries=[entry if not (entry.parents or entry.draft_depth) or fits(entry)
+                                      else as_chain(entry) for entry in plan.entries])
 
     def capture(self) -> None:
         self._replays = True
@@ -101,9 +146,30 @@ class TreeSteps:
     def replays(self) -> int:
         return 0 if self._graphs is None else self._graphs.replays
 
-    def launch(self, entries: Sequence[PlanEntry], slot: int) -> None:
-        """The step up to the draws of the drawing kernel."""
+    @property
+    def parents(self) -> Tensor:
+        """int32, of the rows of the step: where a row is a node, the number of its parent."""
+        return self._view("parents")
+
+    @property
+    def positions(self) -> Tensor:
+        """int32: of the rows of the step."""
+        return self._view("positions")
+
+    @property
+    def judged(self) -> JudgedRows:
+        """Where a tree that grows on the device says what it is."""
+        return JudgedRows(self._view("trees").view(-1, 4), self._view("rows"), self.positions, self.parents,
+                          self._view("detours").view(self._rungs[-1], -1), self._table.tokens)
+
+    def stage(self, entries: Sequence[PlanEntry], slot: int) -> None:
         self._staged(entries, slot).send(self._device, self._stage)
+        growing = sum(entry.draft_depth > 0 for entry in entries)
+        if growing and self.grower is not None:
+            self.grower.finish(growing)
+
+    def launch(self, entries: Sequence[PlanEntry]) -> None:
+        """The step that is staged, up to the draws of the drawing kernel."""
         rung = rung_for(self._rungs, sum(entry.num_tokens for entry in entries))
         if self._graphs is not None and self._replays:
             self._graphs.run(rung)
@@ -112,7 +178,7 @@ class TreeSteps:
 
     def settle(self, entries: Sequence[PlanEntry]) -> None:
         """Once all tokens are drawn: the branches that were kept, where they belong."""
-        rung = rung_for(self._tree_rungs, sum(bool(entry.parents) for entry in entries))
+        rung = rung_for(self._tree_rungs, sum(bool(entry.parents or entry.draft_depth) for entry in entries))
         if self._settling is not None and self._replays:
             self._settling.run(rung)
         else:
@@ -127,7 +193,7 @@ class TreeSteps:
     def _settle(self, count: int, separate_rope: bool = True) -> None:
         self._launches.walk_trees(count, self._view, self._path, self._shape.nodes)
         trees, path = self._view("trees").view(-1, 4)[:count], self._path[:count]
-        for cache, group in zip(self._launches.caches, self._groups, strict=True):
+        for cache, group in (*zip(self._launches.caches, self._groups, strict=True), *self._kept):
             self._move(cache, self._table.tables[group], trees, path)
 
     def _move(self, cache: LayerCache, table: Tensor, trees: Tensor, path: Tensor) -> None:
@@ -161,7 +227,11 @@ class TreeSteps:
             rows[here] = entry.row
             places[here] = range(start, start + count)
             positions[here] = places[here]
-            if entry.parents:
+            if entry.draft_depth:
+                trees[num_trees] = entry.row, start + 1, first, count - 1
+                num_trees += 1
+                detours[first, 0] = start + 1
+            elif entry.parents:
                 positions[first + 1 : first + count] = [start + depth for depth in depths(entry.parents)]
                 parents[first + 1 : first + count] = entry.parents
                 trees[num_trees] = entry.row, start + 1, first, count - 1

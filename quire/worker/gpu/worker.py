@@ -33,12 +33,14 @@ from quire.worker.draft_models import DraftProgress, check_same_vocabulary, read
 from quire.worker.gpu.copies import CopyStream
 from quire.worker.gpu.drafter import DeviceDrafter, DraftRunner, without_layers
 from quire.worker.gpu.expert_meter import ExpertMeter
+from quire.worker.gpu.growing import TreeGrower, expanded_at_once
 from quire.worker.gpu.heads import HeadRunner, KeptStates, WatchedPasses
 from quire.worker.gpu.memory import explain, explain_start, measure_step, ran_out, size_device_pool
 from quire.worker.gpu.options import DTYPES, DeviceOptions, supported
 from quire.worker.gpu.passes import DevicePasses, DeviceRanks
 from quire.worker.gpu.results import PendingStep, ResultCopier, failed
 from quire.worker.gpu.runner import DeviceRunner
+from quire.worker.gpu.spans import SpanRunner
 from quire.worker.gpu.speculation import Speculation
 from quire.worker.gpu.table import DeviceTable, DraftView
 from quire.worker.gpu.trees import TreeSteps
@@ -83,12 +85,14 @@ class GpuWorker:
         self._share = share
         self.shard = shard_of(self.spec, Place()) if share is None else share.shard
         self._speculation = speculation
+        self._grower: TreeGrower | None = None
         model = None if speculation is None else speculation.config
         with reading_draft_model(None if speculation is None else speculation.options.model):
             small = None if model is None else read_spec(model)
         if small is not None:
             check_same_vocabulary(self.spec, small)
         self._draft_spec: DecoderSpec | HeadSpec | None = small
+        self._check_trees(small)
         self.device = torch.device(options.device)
         if self.device.type == "cuda":
             options = supported(options, torch.cuda.get_device_capability(self.device))
@@ -194,6 +198,8 @@ class GpuWorker:
         for runner in (self._runner, drafting):
             if runner is not None:
                 runner.capture(self._options.max_num_seqs)
+        if self._grower is not None:
+            self._grower.capture()
         self._mark("graphs", started)
         started = time.perf_counter()
         if self.device.type == "cuda":
@@ -226,10 +232,26 @@ class GpuWorker:
         self._states = KeptStates(self.table, draft_group(self.spec))
         return WatchedPasses(self.decoder, ranks, draft, self._states)
 
-    def _tree_steps(self) -> TreeSteps | None:
-        """For trees that come with plans; latents are attended to along chains."""
+    def _check_trees(self, draft: DecoderSpec | None) -> None:
+        """Latents are attended to along chains, and ranks of a GPU take chains. Lookups have a first branch to take
+        then; of a model's tree nobody knows it."""
         asked = self._speculation
-        if asked is None or asked.options.tree is None or asked.options.on_device:
+        if asked is None or asked.options.tree is None or not asked.options.on_device:
+            return
+        named = f"speculative_config tree of method {asked.options.method!r} is not drafted on a GPU"
+        latent = any(layer.attention.latent is not None for spec in (self.spec, draft) if spec is not None
+                     for layer in spec.layers)
+        if latent:
+            raise ConfigError(f"{named} with latent attention (MLA): leave tree out for chains, or use device='cpu'",
+                              field="speculative_config")
+        if self._share is not None:
+            raise ConfigError(f"{named} by several ranks: leave tree out for chains, or use device='cpu'",
+                              field="speculative_config")
+
+    def _tree_steps(self) -> TreeSteps | None:
+        """Latents are attended to along chains."""
+        asked = self._speculation
+        if asked is None or asked.options.tree is None:
             return None
         if self._share is not None or any(layer.attention.latent is not None for layer in self.spec.layers):
             return None
@@ -238,20 +260,28 @@ class GpuWorker:
                          self.spec.group_of_layer(), None if graphs is None else graphs.pool)
 
     def _build_head_runner(self, head: DraftHead, asked: Speculation) -> HeadRunner:
-        options = self._options
         return HeadRunner(
             head,
             self.ops,
             DraftView(self.table, [draft_group(self.spec)]),
             self.device,
-            span=asked.options.num_speculative_tokens + 1,
-            most_rows=options.max_num_seqs + options.draft_rows,
             states=self._states,
-            max_num_seqs=options.max_num_seqs,
-            use_graphs=not options.enforce_eager,
-            fuse_rope=options.fuse_rope,
-            rejection=asked.rejection,
+            **self._span_options(asked),
         )
+
+    def _span_options(self, asked: Speculation) -> dict[str, Any]:
+        """Of a runner that catches up with several tokens of a sequence in one captured step."""
+        options, tree = self._options, asked.options.tree
+        deepest = max(asked.options.num_speculative_tokens, 0 if tree is None else tree.depth)
+        return {
+            "span": deepest + 1,
+            "most_rows": options.max_num_seqs + options.draft_rows,
+            "nodes": 0 if tree is None else expanded_at_once(tree),
+            "max_num_seqs": options.max_num_seqs,
+            "use_graphs": not options.enforce_eager,
+            "fuse_rope": options.fuse_rope,
+            "rejection": asked.rejection,
+        }
 
     def _build_draft_runner(self, draft: Decoder | DraftHead | None) -> DraftRunner | None:
         """Of the draft model, or of the target without some layers, over the same table."""
@@ -269,6 +299,8 @@ class GpuWorker:
             ranks = None if self._share is None else self._share.ranks  # which have the other parts of these layers
         else:
             view = DraftView(self.table, [draft_group(self.spec)] * len(draft.spec.cache_groups()))
+        if asked.options.tree is not None:
+            return SpanRunner(draft, self.ops, view, self.device, windows=windows, **self._span_options(asked))
         return DraftRunner(
             draft,
             self.ops,
@@ -291,12 +323,22 @@ class GpuWorker:
             if isinstance(drafting, HeadRunner):
                 drafting.caches, kept = self._cache.draft_layers[:1], self._cache.draft_layers[1]
                 self._states.connect(kept)
+                if self._runner.trees is not None:
+                    self._runner.trees.also_moves(kept, group)
             progress = DraftProgress(self.table.host_tables[group], cache.block_size, group, self.pool.num_blocks,
                                      self.pool.num_host_blocks)
         else:
             drafting.caches = [self._cache.layers[index] for index in self._kept_layers]
         self._runner.drafter = DeviceDrafter(drafting, progress, self._options.max_num_batched_tokens,
-                                             keeps_drafts=not isinstance(drafting, HeadRunner))
+                                             not isinstance(drafting, HeadRunner), self._build_grower(drafting))
+
+    def _build_grower(self, drafting: DraftRunner) -> TreeGrower | None:
+        trees, asked = self._runner.trees, self._speculation
+        if trees is None or asked is None or not isinstance(drafting, SpanRunner) or asked.options.tree is None:
+            return None
+        grower = trees.grower = TreeGrower(drafting, trees, self.table, asked.options.tree, asked.rejection)
+        self._grower = grower
+        return grower
 
     def _mark(self, name: str, started: float) -> None:
         if self.device.type == "cuda":
@@ -432,6 +474,8 @@ class GpuWorker:
             self._copier.close()
         if "_cache" in self.__dict__:
             self._cache.close()
+        if self._grower is not None:
+            self._grower.close()
         if "_runner" in self.__dict__:
             if isinstance(self._runner.drafter, DeviceDrafter):
                 self._runner.drafter.runner.close()
@@ -442,6 +486,7 @@ class GpuWorker:
             self.ops.close()
         for name in ("_runner", "_copies", "_cache", "table", "decoder", "ops", "_copier"):
             self.__dict__.pop(name, None)
+        self._grower = None
         if self.device.type == "cuda":
             # What is left refers to itself in circles; the allocator can only return what nobody holds.
             gc.unfreeze()

@@ -134,6 +134,7 @@ def others(capability: int) -> None:
     trees, drawn = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(1, 3, 2, dtype=torch.int32)
     branch.walk_trees(trees, flags, longs, drawn, flags, table, trees, 0, 16)
     branch.move_branches(cases.make_cache("cpu", HALF, heads, 4, 16), table, trees, trees)
+    compile_for_hopper.growing(2, 4, 3)
     wide, weight = torch.empty(2, 4096, dtype=HALF), torch.empty(256, 4096, dtype=HALF)
     for parts in (1, 8):
         linear_fixed.linear_fixed(wide, weight, slices=Slices.of_width(4096), parts=parts)

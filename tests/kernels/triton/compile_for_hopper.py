@@ -27,6 +27,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 
 from quire.bench.gpu import tune_fixed  # noqa: E402
+from quire.kernels.growth import Growing, JudgedRows, NodeRows  # noqa: E402
 from quire.kernels.kv_spec import KVSpec  # noqa: E402
 from quire.kernels.quantized import QuantizedWeight  # noqa: E402
 from quire.kernels.routing import Clamp, RoutedRows, RouterSpec  # noqa: E402
@@ -51,6 +52,7 @@ from quire.kernels.triton import (  # noqa: E402
     fixed_prefetch,
     fixed_prefill,
     fixed_tiles,
+    growth,
     latent_attention,
     latent_hopper,
     linear_bytes,
@@ -352,6 +354,18 @@ def sinks(heads: HeadShape) -> None:
     )  # fmt: skip
 
 
+def growing(most: int, width: int, depth: int) -> None:
+    """Trees of drafts, level by level, and the step that judges them."""
+    zeros = partial(torch.zeros, dtype=torch.int32)
+    grown = Growing.allocate(4, width, most, depth, zeros(4, 6), zeros(1))
+    nodes = NodeRows.allocate(4 * most, depth, torch.device("cpu"))
+    for first in (True, False):
+        likely = torch.zeros(4 * most, width)
+        growth.grow(grown, likely.long(), likely, zeros(4 * most, 2), nodes, 4, first)
+    judged = JudgedRows(zeros(4, 4), zeros(64), zeros(64), zeros(64), zeros(64, 1 + depth), zeros(4, 128))
+    growth.finish(grown, judged, 4, 16)
+
+
 def drafts(heads: HeadShape, hidden: int = 4096) -> None:
     """What heads and trees of drafts need: hidden states by slot, attention along detours, branches."""
     half, ints = partial(torch.empty, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
@@ -430,6 +444,8 @@ def families() -> dict[str, str]:
           for tokens in (1, 256, 8192)),
         ("sinks", partial(sinks, HeadShape(64, 8, 64))),
         ("drafts", partial(drafts, HeadShape(32, 8, 128))),
+        ("trees", partial(growing, 2, 4, 4)),
+        ("wide trees", partial(growing, 8, 16, 8)),
         ("quantized", quantized),
         *((f"experts of {tokens} in MXFP4", partial(coded_experts, "MXFP4", tokens, gpt_oss, 2880, 2880, clamp))
           for tokens in (1, 256, 8192)),

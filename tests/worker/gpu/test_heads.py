@@ -35,7 +35,7 @@ def build(source: Any, config: Any) -> tuple[GpuWorker, DeviceExecutor]:
     options = DeviceOptions(device="cpu", dtype="float32", max_num_seqs=seqs,
                             max_num_batched_tokens=config.scheduler.max_num_batched_tokens or 512,
                             max_model_len=config.model.max_model_len,
-                            draft_rows=0 if asked is None else asked.num_speculative_tokens * seqs)
+                            draft_rows=0 if asked is None else asked.most_drafts * seqs)
     worker = GpuWorker(source.config, source.weights(None), config.cache, options, ops=CpuOps(num_threads=1),
                        speculation=speculation_of(config, source))
     return worker, DeviceExecutor(worker)
@@ -150,7 +150,7 @@ def test_accepted_tokens_are_caught_up_with_in_rows_of_one_captured_step(target:
     mixed: list[int] = []
     wide, other = HeadRunner._decode_last, HeadRunner._run_mixed
     monkeypatch.setattr(HeadRunner, "_decode_last",
-                        lambda self, rung, *more: taken.append((rung, self._span)) or wide(self, rung, *more))
+                        lambda self, rung, *more: taken.append((rung, self.span)) or wide(self, rung, *more))
     monkeypatch.setattr(HeadRunner, "_run_mixed", lambda self, *args: mixed.append(1) or other(self, *args))
     told(target, **eagle(target / "eagle"), max_num_batched_tokens=400, max_steps_in_flight=2)
     assert len(taken) > 20 and all(span == 5 for _, span in taken)

@@ -43,10 +43,10 @@ def test_too_large_a_draw_fails_the_request_that_wanted_it(
     plain = run(make_engine(QWEN3, device=True, depth=2), requests())
     original = draws.sample_special
 
-    def greedy(logits: Any, rows: Any, table: Any) -> Any:
+    def greedy(logits: Any, rows: Any, table: Any, positions: Any) -> Any:
         if any(table.info(row.row).params.top_k == 5 for row in rows):
             raise full
-        return original(logits, rows, table)
+        return original(logits, rows, table, positions)
 
     monkeypatch.setattr(draws, "sample_special", greedy)
     found = run(make_engine(QWEN3, device=True, depth=2), requests())

@@ -17,6 +17,8 @@ from quire.worker.gpu import sampled_steps
 from quire.worker.gpu.sampled_stage import RepeatedStage, RowSettings, SampledRows, SampledStage
 from quire.worker.gpu.sampled_steps import SampledSteps, TokenCounts
 from tests.worker.gpu import engines
+from tests.worker.gpu.drafting import accepted
+from tests.worker.gpu.head_cases import asked, faint
 from tests.worker.gpu.test_grammars import Grammars
 
 pytest.importorskip("triton")
@@ -118,6 +120,33 @@ def test_a_step_of_the_same_rows_sends_nothing_and_draws_the_same(monkeypatch: p
         assert pool is None or len(sent) < 0.6 * len(passes)
         sent.clear()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("pool", [None, "pool"])
+def test_nodes_of_trees_draw_at_positions_that_the_device_alone_knows(monkeypatch: pytest.MonkeyPatch, pool: Any
+                                                                      ) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    monkeypatch.setattr(sampled_steps, "GraphCache", Launched)
+    kinds = [KINDS[0], {"temperature": 0.9, "top_k": 7, "logprobs": 3}, KINDS[2],
+             {"temperature": 0.8, "logit_bias": {5: 2.0, 9: 2.0}}]
+
+    def requests() -> list[Request]:
+        return [Request(f"r{i}", [(7 * i + 3 * j) % 61 for j in range(3 + i)],
+                        SamplingParams(max_tokens=8, ignore_eos=True, **kind), seed=i, arrival_time=0.0)
+                for i, kind in enumerate(kinds)]
+
+    want = engines.run(engines.make_engine(CONFIG, device=True, weights=faint), requests())
+    more = asked("eagle", tree={"width": 2, "depth": 3, "nodes": 5})
+    core = engines.make_engine(CONFIG, device=True, budget=80, **more)
+    passes, _ = _sampled(core, (), pool)
+    got = engines.run(core, requests())
+    assert {name: found[0] for name, found in got.items()} == {name: found[0] for name, found in want.items()}
+    for name, (_, logprobs, _, error) in want.items():
+        assert error is None
+        told = [(one.token_id, one.top_ids) for one in got[name][1]]
+        assert told == [(one.token_id, one.top_ids) for one in logprobs]
+    assert accepted(core)[0] > 0 and max(passes) >= 4 * 6
 
 
 def test_rows_of_a_later_pass_may_be_the_first_with_penalties(monkeypatch: pytest.MonkeyPatch) -> None:

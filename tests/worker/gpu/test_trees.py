@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from quire.errors import ConfigError
-from quire.speculation.options import SpeculationOptions
 from quire.worker.gpu.trees import TreeSteps, first_branch
 from tests.worker.gpu.drafting import WINDOWS_ONLY, accepted, forking, guessed_at_random, remembering, trees
 from tests.worker.gpu.engines import GEMMA3, QWEN3, make_engine, run
@@ -26,8 +24,8 @@ def test_tokens_and_logprobs_are_those_without_drafts(monkeypatch: pytest.Monkey
     plain = run(make_engine(CONFIGS[config], device=False), forking())
     steps: list[int] = []
     launch = TreeSteps.launch
-    monkeypatch.setattr(TreeSteps, "launch", lambda self, entries, slot: steps.append(
-        sum(bool(entry.parents) for entry in entries)) or launch(self, entries, slot))
+    monkeypatch.setattr(TreeSteps, "launch", lambda self, entries: steps.append(
+        sum(bool(entry.parents) for entry in entries)) or launch(self, entries))
     core = make_engine(CONFIGS[config], device=True, **options, **trees())
     same(run(core, forking()), plain)
     core.scheduler.check()
@@ -59,12 +57,6 @@ def test_rejection_draws_what_it_draws_on_a_cpu() -> None:
     assert accepted(got) == accepted(want)
     assert 0 < accepted(got)[0] < accepted(got)[1]
     assert got.scheduler.speculator is not None and got.scheduler.speculator.tree is not None
-
-
-def test_trees_of_models_are_refused_by_name() -> None:
-    options = SpeculationOptions.parse({"method": "skip_layers", "tree": {}})
-    with pytest.raises(ConfigError, match="tree of method 'skip_layers' is not drafted on a GPU"):
-        make_engine(QWEN3, device=True, speculation=options)
 
 
 def test_sequences_whose_draws_read_their_text_take_the_first_branch() -> None:
