@@ -28,6 +28,7 @@ from quire.kernels.triton import (
     linear_few,
     linear_fixed,
     linear_prefetch,
+    linear_stream,
     norm,
     rope_cache,
 )
@@ -213,6 +214,9 @@ class TritonOps(Ops):
             found = self._prefetch_gemm(choice, x, w, residual, out)
             if found is not None:
                 return found
+        if choice.kernel == "stream" and self._streams(choice, x, w):
+            return linear_stream.linear_stream(x, w.weight, w.bias, residual, out=out,
+                                               sizes=linear_stream.StreamShape(*choice.sizes), pdl=self.pdl)
         if out is not None and w.bias is None and residual is None:
             return torch.mm(x, w.weight.t(), out=out)
         found = F.linear(x, w.weight, w.bias)
@@ -230,6 +234,13 @@ class TritonOps(Ops):
             return None
         return linear_prefetch.linear_prefetch(
             x, w.weight, w.bias, residual, sizes=sizes, scratch=self._parts, out=out, pdl=self._early(x.shape[0])
+        )
+
+    def _streams(self, choice: GemmChoice, x: Tensor, w: DeviceLinear, gated: bool = False) -> bool:
+        """Whether the kernel that streams weights runs here and can multiply such a weight."""
+        sizes = linear_stream.StreamShape(*choice.sizes)
+        return linear_stream.available(x.device, x.dtype) and linear_stream.fits(
+            x.shape[0], w.out_features, w.in_features, sizes, gated
         )
 
     def _early(self, rows: int) -> bool:
@@ -449,6 +460,9 @@ class TritonOps(Ops):
             return linear_row(
                 x, w.weight, w.bias, None, norm=gain, eps=eps, gated=gated, out=out, sizes=sizes, pdl=self.pdl
             )
+        if choice.kernel == "stream" and self._streams(choice, x, w, gated is not None):
+            return linear_stream.linear_stream(x, w.weight, w.bias, None, norm=gain, eps=eps, gated=gated, out=out,
+                                               sizes=linear_stream.StreamShape(*choice.sizes), pdl=self.pdl)
         normed = norm.rms_norm(x, gain, eps, pdl=self.pdl)
         if choice.kernel == "norm_then_row":
             return linear_row(normed, w.weight, w.bias, None, gated=gated, out=out, sizes=sizes, pdl=self.pdl)

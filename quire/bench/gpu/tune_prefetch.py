@@ -1,4 +1,4 @@
-"""Times GEMMs that prefetch their weights against the kernels in the GEMM table, and adds the winners to the table.
+"""Times GEMMs that prefetch or stream their weights against the kernels in the GEMM table, and adds the winners to it.
 
 A GEMM is timed behind a norm, as in a decode step: its gain over the library is that it starts while the norm still
 runs. Kernels are compiled beforehand by one process per weight.
@@ -21,9 +21,14 @@ _SHARED, _TURN = 218_000, 48 << 10
 _MOST_STAGES = 16
 _MULTIPROCESSORS, _LEAST_GROUPS = 132, 40
 _LEAST_BYTES = 2e8
-_LEAST_GAIN, _CHAIN_GAIN, _CHAIN_ROWS = 1.05, 0.955, 64
+_LEAST_GAIN, _CHAIN_GAIN, _CHAIN_ROWS = 1.02, 0.955, 64
 """What it must gain. Up to `_CHAIN_ROWS` rows it may even lose a little: after a GEMM of the library the next one
 cannot prefetch, a cost that this bench does not measure."""
+_STREAMS = {
+    "plain": ((16, 64, 8, 1, 4, 2), (16, 64, 16, 1, 4, 0), (16, 64, 4, 1, 4, 4), (16, 32, 8, 1, 4, 3)),
+    "norm": ((16, 32, 8, 1, 4, 2), (16, 64, 16, 1, 2, 1), (16, 32, 4, 1, 4, 4), (32, 32, 8, 1, 4, 2)),
+    "gated": ((16, 32, 8, 1, 4, 2), (16, 32, 16, 1, 4, 1), (16, 64, 8, 3, 2, 1), (16, 32, 4, 1, 4, 4)),
+}  # fmt: skip
 _KEPT = ("rows", "features", "width", "form", "kernel", "sizes", "TB/s", "us")
 
 
@@ -43,6 +48,15 @@ def rings_of(features: int, width: int, rows: int, element: int = 2) -> Iterator
         few = programs == 0 and math.ceil(tiles / held) < _LEAST_GROUPS
         if not few and held * padded(rows) <= MOST_SUMS and stages >= 3 and width * element % (slabs * SLAB) == 0:
             yield held, stages, slabs, programs
+
+
+def streams_of(form: str, features: int, width: int) -> Iterator[tuple[int, ...]]:
+    """What `StreamShape` may be: few, each of which keeps some 30 KB on their way to a multiprocessor."""
+    from quire.kernels.triton.linear_stream import StreamShape, fits
+
+    for shape in _STREAMS[form]:
+        if fits(1, features, width, StreamShape(*shape), form == "gated"):
+            yield shape
 
 
 def tune(
@@ -78,7 +92,7 @@ def _weight(model: str, index: int, counts: Iterable[int], dry: bool) -> Iterato
     for rows in counts:
         seconds = {}
         around = _Around(ops, rows, width, features, form if rows == 1 else "plain")
-        for name, gemm in _ways(scratch, around.x, weights[0]):
+        for name, gemm in _ways(scratch, around, weights[0]):
             try:
                 if not dry and not around.right(gemm, weights[0]):
                     raise ArithmeticError("the gemm is wrong")
@@ -104,6 +118,10 @@ class _Around:
         from quire.kernels.triton import norm
 
         gated = "silu" if self.form == "gated" else None
+        if isinstance(gemm, _Stream):
+            fused = {"norm": self.gain, "eps": 1e-6} if self.one and self.form != "plain" else {}
+            if fused or (self.one and self.form == "plain"):
+                return gemm(self.x, weight, None if fused else self.residual, gated=gated, **fused)
         if gemm is None and self.one:
             if self.form == "plain":
                 return self.ops.linear(self.x, weight, self.residual)
@@ -120,15 +138,35 @@ class _Around:
         return bool(((got - want).abs().max() <= 0.02 * want.abs().max()).item())
 
 
-def _ways(scratch: Any, x: Any, w: Any) -> Iterator[tuple[str, Callable[..., Any] | None]]:
+def _ways(scratch: Any, around: _Around, w: Any) -> Iterator[tuple[str, Callable[..., Any] | None]]:
     """(name, gemm of x, weight and residual): as it is now, and by every shape."""
     from quire.kernels.triton.linear_prefetch import PrefetchShape, fits
+    from quire.kernels.triton.linear_stream import MOST_ROWS, StreamShape
 
     yield "now", None
-    for shape in rings_of(w.out_features, w.in_features, x.shape[0]):
+    for shape in rings_of(w.out_features, w.in_features, around.x.shape[0]):
         sizes = PrefetchShape(*shape)
-        if fits(x, w.weight, sizes, scratch):
-            yield " ".join(map(str, shape)), partial(_gemm, sizes, scratch)
+        if fits(around.x, w.weight, sizes, scratch):
+            yield _named("prefetch", shape), partial(_gemm, sizes, scratch)
+    if around.x.shape[0] <= MOST_ROWS:
+        for shape in streams_of(around.form, w.out_features, w.in_features):
+            yield _named("stream", shape), _Stream(StreamShape(*shape))
+
+
+def _named(kernel: str, shape: tuple[int, ...]) -> str:
+    return " ".join(map(str, (kernel, *shape)))
+
+
+class _Stream:
+    """A GEMM by `linear_stream`, which takes the norm before and the gate after it along."""
+
+    def __init__(self, sizes: Any) -> None:
+        self._sizes = sizes
+
+    def __call__(self, x: Any, weight: Any, residual: Any, **fused: Any) -> Any:
+        from quire.kernels.triton.linear_stream import linear_stream
+
+        return linear_stream(x, weight.weight, None, residual, sizes=self._sizes, pdl=True, **fused)
 
 
 def _gemm(sizes: Any, scratch: Any, x: Any, weight: Any, residual: Any) -> Any:
@@ -145,10 +183,11 @@ def _entry(
     now = seconds.pop("now")
     first = sorted(seconds.items(), key=lambda item: item[1])
     name, best = first[0]
+    kernel, *sizes = name.split()
     held = gemm_table.lookup(rows, features, width, ops.dtype, form)
     wins = now / best >= (_CHAIN_GAIN if 1 < rows <= _CHAIN_ROWS else _LEAST_GAIN)
     return {"rows": rows, "features": features, "width": width, "form": form,
-            "kernel": "prefetch", "sizes": [int(word) for word in name.split()],
+            "kernel": kernel, "sizes": [int(word) for word in sizes],
             "TB/s": round(features * width * 2 / best / 1e12, 2), "wins": wins,
             "us": [round(1e6 * now, 2), round(1e6 * best, 2)], "was": held.kernel + held.algorithm[:8],
             "next": {key: round(1e6 * value, 2) for key, value in first[1:6]}}  # fmt: skip

@@ -26,7 +26,7 @@ sys.modules.setdefault("tests", _tests)
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from quire.bench.gpu import tune_fixed  # noqa: E402
+from quire.bench.gpu import tune_fixed, tune_prefetch  # noqa: E402
 from quire.kernels.growth import Growing, JudgedRows, NodeRows  # noqa: E402
 from quire.kernels.kv_spec import KVSpec  # noqa: E402
 from quire.kernels.quantized import QuantizedWeight  # noqa: E402
@@ -60,6 +60,7 @@ from quire.kernels.triton import (  # noqa: E402
     linear_planes,
     linear_prefetch,
     linear_row,
+    linear_stream,
     norm,
     nucleus_rows,
     rope_cache,
@@ -193,6 +194,18 @@ def code_rows(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
                             pdl=True)
 
 
+def streams(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Few rows by weights in registers: every shape that `tune_prefetch` tries, of 8B's weights."""
+    weights = {"plain": (4096, 12288), "norm": (6144, 4096), "gated": (24576, 4096)}
+    for form, (outputs, width) in weights.items():
+        weight, gain = torch.empty(outputs, width, dtype=dtype), torch.empty(width, dtype=dtype)
+        x, gated = torch.empty(8, width, dtype=dtype), "silu" if form == "gated" else None
+        for shape in tune_prefetch.streams_of(form, outputs, width):
+            yield f"stream {form} {' '.join(map(str, shape))}", partial(
+                linear_stream.linear_stream, x, weight, norm=None if form == "plain" else gain, gated=gated,
+                sizes=linear_stream.StreamShape(*shape), pdl=True)
+
+
 def hopper_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Kernels of many rows in deterministic mode: every tile that `tune_fixed` tries, and prefill attention."""
     scratch = linear_prefetch.PrefetchScratch.allocate("cpu", 9 << 20)
@@ -259,6 +272,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
                 linear_fixed.linear_fixed, wide_x, wide_weight, slices=slices, parts=parts)
     if not small:
         yield from code_rows(dtype)
+        yield from streams(dtype)
         yield from prefetch(dtype)
         yield from fixed(dtype)
         yield from tiles(dtype)
