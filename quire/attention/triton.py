@@ -16,6 +16,7 @@ from quire.attention import prefill_libraries
 from quire.attention.backend import FreshPrompts, PrefillLibrary
 from quire.kernels.triton import fixed_prefill
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
+from quire.kernels.triton.attention_few import MOST_DRAFTED as MOST_DRAFTED
 from quire.kernels.triton.attention_few import MOST_SEQUENCES, few_decode_attention
 from quire.kernels.triton.attention_few import fits as few_fits
 from quire.kernels.triton.attention_fresh import fresh_attention, fresh_fits
@@ -82,6 +83,8 @@ class DeviceContext(StepContext):
     fuse_rope: bool = False
     """Norm, rotation and KV write run inside decode attention. Only for steps of one query per sequence: with drafts a
     query would need a key that another program of the same launch writes."""
+    drafted: bool = False
+    """The same for a step of few rows with drafts in chains, where `few_decode_attention` can."""
     fresh: tuple[tuple[int, int, int], ...] = field(default=())
     """(first token, tokens of each, how many) of neighbouring prompts computed from their first token on, which
     are left out of the tiles."""
@@ -337,9 +340,15 @@ class TritonAttention:
             )  # fmt: skip
         return out
 
-    def turns(self, ctx: StepContext, shape: HeadShape, turn: HeadTurn) -> bool:
+    def turns(
+        self, ctx: StepContext, cache: LayerCache, shape: HeadShape, turn: HeadTurn, softcap: float | None
+    ) -> bool:
         """Whether norm, rotation and KV write of such a step can be part of its attention."""
-        return isinstance(ctx, DeviceContext) and ctx.fuse_rope and bool(ctx.splits) and rope_fits(shape, turn)
+        if not isinstance(ctx, DeviceContext) or not ctx.splits:
+            return False
+        if ctx.drafted:
+            return softcap is None and few_fits(self.device, self._dtype, shape, turn, cache)
+        return ctx.fuse_rope and rope_fits(shape, turn)
 
     def _decode(
         self,
@@ -355,9 +364,10 @@ class TritonAttention:
     ) -> None:
         count, pdl = ctx.num_decodes, self.pdl and ctx.num_decodes == qkv.shape[0]
         batch = (table, ctx.rows, ctx.context_len[:count], split, self.reserve(shape, split.tasks, count), shape, scale)
-        few = turn is not None and count <= MOST_SEQUENCES and options["softcap"] is None
+        few = turn is not None and (ctx.drafted or count <= MOST_SEQUENCES) and options["softcap"] is None
         if few and turn is not None and few_fits(self.device, qkv.dtype, shape, turn, cache):
-            few_decode_attention(qkv, cache, *batch, turn, window=options["window"], out=options["out"], pdl=pdl)
+            few_decode_attention(
+                qkv, cache, *batch, turn, window=options["window"], out=options["out"], drafts=ctx.drafted, pdl=pdl)
             return
         sizes = decode_shape(count, shape.head_dim, qkv.element_size(), self.shared_memory)
         options = {

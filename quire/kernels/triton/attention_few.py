@@ -29,6 +29,8 @@ _DIM, _MOST_QUERIES = 128, 8
 _KEYS, _WARPS = 128, 8
 MOST_SEQUENCES = 2
 """Beyond it bandwidth counts, and programs of `attention_rope` that share a multiprocessor."""
+MOST_DRAFTED = 8
+"""Rows of a step with drafts: as many as the kernel looks back for rows of one sequence."""
 _HOPPER = 9
 
 
@@ -62,9 +64,11 @@ def few_decode_attention(
     *,
     window: int | None = None,
     out: Tensor | None = None,
+    drafts: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """As `rope_decode_attention`."""
+    """As `rope_decode_attention`. `drafts`: rows that follow one another may be of one sequence, one position after
+    another; each reads the keys of those before it."""
     if out is None:
         out = torch.empty(context_len.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     few_decode_kernel[(shape.num_kv_heads * split.tasks,)](
@@ -77,7 +81,7 @@ def few_decode_attention(
         turn.eps, scale * LOG2_E, 1 << 30 if window is None else window,
         scratch.partial.shape[0], qkv.stride(0), tables.stride(0),
         shape.num_heads, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim, cache.block_size,
-        _KEYS, PIECE_STEP, rows is not None, turn.q_norm is not None, pdl,
+        _KEYS, PIECE_STEP, rows is not None, turn.q_norm is not None, drafts, pdl,
         *_layouts(),
         num_warps=_WARPS,
         **({"launch_pdl": True} if pdl else {}),

@@ -6,6 +6,9 @@ before, which wrote nothing but the step's q, k and v. Keys are the rows of the 
 of the second: so q is normed and rotated where it is multiplied, by each warp for itself. The step's own key and value
 take their places in the operands; the cache gets them for later steps. As in `attention_decode`, the program that is
 done last joins a sequence's pieces in their order.
+
+With drafts (DRAFTS) a row reads the keys of the rows before it that are of the same sequence, which the cache does not
+have yet: whoever has the sequence's last piece norms and rotates them all, as a tile of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +24,10 @@ _MOST_QUERIES = gl.constexpr(8)
 """Columns that an MMA has."""
 _JOINED = gl.constexpr(16)
 """Pieces that are read at once."""
+_NEW = gl.constexpr(16)
+"""Rows of the tile of new keys: as few as an MMA has."""
+_LOOKED_AT = gl.constexpr(8)
+"""Rows of a step that may have drafts: so many are looked at for those of one sequence."""
 
 
 @gluon.jit
@@ -101,6 +108,81 @@ def _new_key(low, high, gains, angles, eps, DIM: gl.constexpr, NORM: gl.constexp
 
 
 @gluon.jit
+def _new_of(seq, row, length, rows, context_len, HAS_ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """How many rows of the step, this one the last of them, are of its sequence, one position after another."""
+    count = row * 0 + 1
+    if HAS_ROWS:
+        back = gl.arange(0, _LOOKED_AT, LAYOUT)
+        other = seq - back
+        here = other >= 0
+        same = gl.load(rows + other, mask=here, other=-1) == row
+        follows = gl.load(context_len + other, mask=here, other=-1) == length - back
+        count = gl.sum((same & follows).to(gl.int32), 0)
+    return count
+
+
+@gluon.jit
+def _new_angles(rope, fresh, count, DIM: gl.constexpr, KEY: gl.constexpr):
+    """Cosines and sines [16, DIM / 2] of `count` positions from `fresh` on."""
+    number = gl.arange(0, _NEW, gl.SliceLayout(1, KEY))[:, None]
+    place = rope + (fresh + number) * DIM + gl.arange(0, DIM // 2, gl.SliceLayout(0, KEY))[None, :]
+    return gl.load(place, mask=number < count, other=1.0), gl.load(place + DIM // 2, mask=number < count, other=0.0)
+
+
+@gluon.jit
+def _load_new(source, count, q_stride, NUM_KV: gl.constexpr, DIM: gl.constexpr, SUMS: gl.constexpr):
+    """Both halves of the keys of `count` rows of the step, and their values, each as the first operand."""
+    KEY: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
+    TURNED: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    number = gl.arange(0, _NEW, gl.SliceLayout(1, KEY))[:, None]
+    place = source + number.to(gl.int64) * q_stride + gl.arange(0, DIM // 2, gl.SliceLayout(0, KEY))[None, :]
+    low = gl.load(place, mask=number < count, other=0.0)
+    high = gl.load(place + DIM // 2, mask=number < count, other=0.0)
+    row = gl.arange(0, _NEW, gl.SliceLayout(0, TURNED))[None, :]
+    whole = source + NUM_KV * DIM + row.to(gl.int64) * q_stride + gl.arange(0, DIM, gl.SliceLayout(1, TURNED))[:, None]
+    return low, high, gl.load(whole, mask=row < count, other=0.0)
+
+
+@gluon.jit
+def _new_keys(low, high, gains, angles, eps, DIM: gl.constexpr, NORM: gl.constexpr):
+    kind: gl.constexpr = low.dtype
+    low = low.to(gl.float32)
+    high = high.to(gl.float32)
+    square = (gl.sum(low * low, 1) + gl.sum(high * high, 1))[:, None]
+    wide = (gains[0].to(gl.float32)[None, :], gains[1].to(gl.float32)[None, :])
+    low, high = _turned(low, high, square, wide, angles, eps, DIM, NORM)
+    return low.to(kind), high.to(kind)
+
+
+@gluon.jit
+def _store_newest(k_place, v_place, low, high, value, count, DIM: gl.constexpr, SUMS: gl.constexpr):
+    """The last of the new keys and values, which is this row's, to the cache."""
+    KEY: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
+    TURNED: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    row = gl.arange(0, _NEW, gl.SliceLayout(1, KEY))[:, None]
+    feature = gl.arange(0, DIM // 2, gl.SliceLayout(0, KEY))[None, :] + row * 0
+    gl.store(k_place + feature, low, mask=row == count - 1)
+    gl.store(k_place + DIM // 2 + feature, high, mask=row == count - 1)
+    number = gl.arange(0, _NEW, gl.SliceLayout(0, TURNED))[None, :]
+    dim = gl.arange(0, DIM, gl.SliceLayout(1, TURNED))[:, None] + number * 0
+    gl.store(v_place + dim, value, mask=number == count - 1)
+
+
+@gluon.jit
+def _new_sums(low, high, value, queries, fresh, first, count, scale, DIM: gl.constexpr, SUMS: gl.constexpr):
+    """Maximum, sum of weights and weighted values of the tile of new keys."""
+    number = gl.arange(0, _NEW, gl.SliceLayout(1, SUMS))
+    scores = mma_v2(low, queries[0], gl.zeros((_NEW, _MOST_QUERIES), gl.float32, SUMS))
+    scores = mma_v2(high, queries[1], scores) * scale
+    seen = (number < count) & (fresh + number >= first)
+    scores = gl.where(seen[:, None], scores, float("-inf"))
+    peak = gl.max(scores, 0)
+    weight = gl.exp2(scores - peak[None, :])
+    share = gl.convert_layout(weight.to(low.dtype), gl.DotOperandLayout(1, SUMS, 2))
+    return peak, gl.sum(weight, 0), mma_v2(value, share, gl.zeros((DIM, _MOST_QUERIES), gl.float32, SUMS))
+
+
+@gluon.jit
 def _join(
     partial, summary, target, first, pieces, num_parts, NUM_KV: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
     JOIN: gl.constexpr,
@@ -165,16 +247,19 @@ def _finish(
 
 @gluon.jit
 def _add_tile(
-    tile, queries, new, values, sums, start, newest, first, end, length, scale, KEYS: gl.constexpr, SUMS: gl.constexpr
+    tile, queries, new, values, sums, start, newest, first, end, length, scale, KEYS: gl.constexpr, SUMS: gl.constexpr,
+    DRAFTS: gl.constexpr,
 ):  # fmt: skip
     """Maximum, weights and weighted values with the keys from `start` on. `new`: the step's key and value, which are of
-    this tile if it is the last one; else they are not looked at."""
+    this tile if it is the last one; else, and with drafts, they are not looked at."""
     KEY: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
     TURNED: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     k_low, k_high = tile
-    peak, weights, acc = sums
+    peak, total, weights, acc = sums
     v = values.permute([1, 0]).load(TURNED)
-    if (end == length) & (start + KEYS >= end):
+    if DRAFTS:
+        pass
+    elif (end == length) & (start + KEYS >= end):
         mine = newest - start == gl.arange(0, KEYS, gl.SliceLayout(1, KEY))
         k_low = gl.where(mine[:, None], new[0][None, :], k_low)
         k_high = gl.where(mine[:, None], new[1][None, :], k_high)
@@ -189,7 +274,7 @@ def _add_tile(
     shrink = gl.exp2(peak - higher)
     share = gl.convert_layout(weight.to(k_low.dtype), gl.DotOperandLayout(1, SUMS, 2))
     acc = mma_v2(v, share, acc * shrink[None, :])
-    return higher, weights * shrink[None, :] + weight, acc
+    return higher, total * shrink, weights * shrink[None, :] + weight, acc
 
 
 @gluon.jit(do_not_specialize=["num_parts"])
@@ -197,8 +282,8 @@ def few_decode_kernel(
     qkv, k_cache, v_cache, out, tables, rows, context_len, task_seq, task_piece, piece_count, piece_length, partial,
     summary, arrived, rope, q_norm, k_norm, eps, scale, window, num_parts, q_stride, table_stride,
     NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    KEYS: gl.constexpr, STEP: gl.constexpr, HAS_ROWS: gl.constexpr, NORM: gl.constexpr, PDL: gl.constexpr,
-    SUMS: gl.constexpr, VALUE: gl.constexpr, JOIN: gl.constexpr, SHARED: gl.constexpr,
+    KEYS: gl.constexpr, STEP: gl.constexpr, HAS_ROWS: gl.constexpr, NORM: gl.constexpr, DRAFTS: gl.constexpr,
+    PDL: gl.constexpr, SUMS: gl.constexpr, VALUE: gl.constexpr, JOIN: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     KEY: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
     QUERY: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
@@ -210,8 +295,11 @@ def few_decode_kernel(
     first = gl.maximum(length - window, 0)
     begin = first // STEP * STEP + task[1] * step
     newest = gl.maximum(length - 1, 0)
-    # The step's own key is not in the cache yet.
-    old = gl.where(seq >= 0, gl.minimum(begin + step, newest), 0)
+    fresh = newest
+    if DRAFTS:
+        fresh = gl.maximum(length - _new_of(seq, row, length, rows, context_len, HAS_ROWS, gl.SliceLayout(0, SUMS)), 0)
+    # The step's own keys are not in the cache yet.
+    old = gl.where(seq >= 0, gl.minimum(begin + step, fresh), 0)
     values = gl.allocate_shared_memory(k_cache.dtype.element_ty, [1, KEYS, DIM], SHARED).index(0)
     span = (begin, first, old)
     k_low, k_high, later = _load(span, table, head, k_cache, v_cache, NUM_KV, PAGE, DIM, KEYS, KEY, VALUE)
@@ -224,6 +312,8 @@ def few_decode_kernel(
     if NORM:
         q_gains = _halves(q_norm, DIM, gl.SliceLayout(1, QUERY))
         k_gains = _halves(k_norm, DIM, gl.SliceLayout(0, KEY))
+    last = begin + step >= length
+    count = gl.where(last, length - fresh, 0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -231,30 +321,45 @@ def few_decode_kernel(
         source = qkv + seq.to(gl.int64) * q_stride
         own = source + (NUM_HEADS + head) * DIM
         raw = _load_queries(source, head, GROUP, DIM, QUERY)
-        low, high = _halves(own, DIM, gl.SliceLayout(0, KEY))
-        dim = gl.arange(0, DIM, gl.SliceLayout(1, TURNED))
-        value = gl.load(own + NUM_KV * DIM + dim)
-        queries = _queries(raw, q_gains, angles, eps, DIM, NORM)
         end = gl.minimum(begin + step, length)
-        if end == length:
-            low, high = _new_key(low, high, k_gains, angles, eps, DIM, NORM, gl.SliceLayout(0, KEY))
-            feature = gl.arange(0, DIM // 2, gl.SliceLayout(0, KEY))
-            gl.store(k_cache + place + feature, low)
-            gl.store(k_cache + place + DIM // 2 + feature, high)
-            gl.store(v_cache + place + dim, value)
         peak = gl.full((_MOST_QUERIES,), float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
         weights = gl.zeros((KEYS, _MOST_QUERIES), gl.float32, SUMS)
         acc = gl.zeros((DIM, _MOST_QUERIES), gl.float32, SUMS)
-        for start in range(begin, end, KEYS):
-            more = start + KEYS < end
+        total = gl.zeros((_MOST_QUERIES,), gl.float32, gl.SliceLayout(0, SUMS))
+        if DRAFTS:
+            before = gl.minimum(1 - count, 0).to(gl.int64) * q_stride
+            low, high, value = _load_new(own + before, count, q_stride, NUM_KV, DIM, SUMS)
+            queries = _queries(raw, q_gains, angles, eps, DIM, NORM)
+            turns = _new_angles(rope, fresh, count, DIM, KEY)
+            if last:
+                low, high = _new_keys(low, high, k_gains, turns, eps, DIM, NORM)
+                _store_newest(k_cache + place, v_cache + place, low, high, value, count, DIM, SUMS)
+                peak, total, acc = _new_sums(low, high, value, queries, fresh, first, count, scale, DIM, SUMS)
+        else:
+            low, high = _halves(own, DIM, gl.SliceLayout(0, KEY))
+            dim = gl.arange(0, DIM, gl.SliceLayout(1, TURNED))
+            value = gl.load(own + NUM_KV * DIM + dim)
+            queries = _queries(raw, q_gains, angles, eps, DIM, NORM)
+            if last:
+                low, high = _new_key(low, high, k_gains, angles, eps, DIM, NORM, gl.SliceLayout(0, KEY))
+                feature = gl.arange(0, DIM // 2, gl.SliceLayout(0, KEY))
+                gl.store(k_cache + place + feature, low)
+                gl.store(k_cache + place + DIM // 2 + feature, high)
+                gl.store(v_cache + place + dim, value)
+        stop = end
+        if DRAFTS:
+            stop = old
+        for start in range(begin, stop, KEYS):
+            more = start + KEYS < stop
             tile = (k_low, k_high)
             if more:
                 k_low, k_high, later = _load(
                     (start + KEYS, first, old), table, head, k_cache, v_cache, NUM_KV, PAGE, DIM, KEYS, KEY, VALUE)
-            peak, weights, acc = _add_tile(
-                tile, queries, (low, high, value), values, (peak, weights, acc), start, newest, first, end, length,
-                scale, KEYS, SUMS)
+            peak, total, weights, acc = _add_tile(
+                tile, queries, (low, high, value), values, (peak, total, weights, acc), start, newest, first, stop,
+                length, scale, KEYS, SUMS, DRAFTS)
             if more:
                 values.store(later)
-        _finish(acc, peak, gl.sum(weights, 0), out, seq.to(gl.int64), head, task,
+        total += gl.sum(weights, 0)
+        _finish(acc, peak, total, out, seq.to(gl.int64), head, task,
                 (partial, summary, arrived, num_parts), NUM_HEADS, NUM_KV, GROUP, DIM, SUMS, JOIN)  # fmt: skip

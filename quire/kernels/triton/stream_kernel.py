@@ -150,7 +150,7 @@ def stream_kernel(
                     gains = gains + (_load_gain(gain, (turn + AHEAD) % TURNS, WARPS, RUN, SUMS),)  # type: ignore[assignment]  # noqa: RUF005
             value = rows[step * TURNS + turn]  # type: ignore[var-annotated]
             if NORM:
-                wide = value.to(gl.float32)
+                wide = value.to(gl.float32)  # type: ignore[var-annotated]
                 if step == 0:
                     squares += wide * wide
                 value = (wide * gains[step * TURNS + turn].to(gl.float32)[:, :, None]).to(x.dtype.element_ty)

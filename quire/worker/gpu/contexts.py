@@ -103,12 +103,13 @@ class StepContexts:
                 ctx.block_tables = tuple(table[rows.clamp(min=0).long()].clamp(min=0) for table in self.tables)
                 ctx.detours = detours
             return ctx
-        from quire.attention.triton import DeviceContext
+        from quire.attention.triton import MOST_DRAFTED, DeviceContext
 
         rung = rows.shape[0]
+        chains = separate_rope and detours is None and rung <= MOST_DRAFTED
         ctx = DeviceContext(positions, query_start, lengths, (), slots, rows=rows, tables=self.tables, num_decodes=rung,
                             splits=self._splits.get(rung, ()), fuse_rope=self.fuse_rope and not separate_rope,
-                            detours=detours)
+                            drafted=self.fuse_rope and chains, detours=detours)
         if self.attention.deterministic:
             # One tile per sequence; padding has no keys and gives zeros.
             ctx.tile_seq = query_start[:rung]

@@ -11,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from quire.kernels.triton import attention_few
 from quire.kernels.types import HeadShape, HeadTurn, pair_cache
-from tests.kernels.triton import cases
+from tests.kernels.triton import cases, drafted
 from tests.kernels.triton.gluon_interpreter import interpreting
 from tests.kernels.triton.test_linear_codes import reversed_range
 
@@ -42,6 +42,27 @@ def test_it_attends_as_rotation_and_attention_apart(
     torch.manual_seed(len(lengths) + lengths[0])
     with interpreting(order, None, EARLY):
         cases.check_rope_decode("cpu", torch.bfloat16, shape, 16, lengths, few=True, pdl=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sequences", "options"),
+    [
+        (HeadShape(4, 1, 128), [(5, 5)], {}),
+        (HeadShape(4, 2, 128), [(131, 5)], {}),
+        (HeadShape(8, 1, 128), [(300, 3), (77, 1), (140, 4)], {"extra": 6}),
+        (HeadShape(2, 1, 128), [(258, 4)], {"extra": 8, "norms": False}),
+        (HeadShape(2, 1, 128), [(500, 5)], {"window": 3}),
+        (HeadShape(2, 1, 128), [(1, 1), (2, 2), (0, 1)], {"extra": 4}),
+    ],
+)
+@pytest.mark.parametrize("order", [range, reversed_range])
+def test_drafts_read_the_keys_of_rows_before_them(
+    shape: HeadShape, sequences: list[tuple[int, int]], options: dict[str, Any], order: Any
+) -> None:
+    """Of sequences with so many keys in the end, and so many rows: also where new keys lie in several pieces."""
+    torch.manual_seed(len(sequences) + sequences[0][0])
+    with interpreting(order, None, EARLY):
+        drafted.check_drafted_rows("cpu", torch.bfloat16, shape, sequences, **options)
 
 
 def test_what_it_does_not_know_is_left_to_the_other_kernel() -> None:
