@@ -45,4 +45,5 @@ def test_a_gemm_is_right_though_it_begins_before_its_rows_are_there(shape: tuple
 
 
 def _close(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.02 * float(want.float().abs().mean()))
+    """Rows are rounded once more before they are multiplied, with a norm."""
+    torch.testing.assert_close(got.float(), want.float(), rtol=0.03, atol=0.06 * float(want.float().abs().mean()))

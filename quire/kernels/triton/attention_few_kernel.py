@@ -149,7 +149,9 @@ def _new_keys(low, high, gains, angles, eps, DIM: gl.constexpr, NORM: gl.constex
     low = low.to(gl.float32)
     high = high.to(gl.float32)
     square = (gl.sum(low * low, 1) + gl.sum(high * high, 1))[:, None]
-    wide = (gains[0].to(gl.float32)[None, :], gains[1].to(gl.float32)[None, :])
+    wide = angles
+    if NORM:
+        wide = (gains[0].to(gl.float32)[None, :], gains[1].to(gl.float32)[None, :])
     low, high = _turned(low, high, square, wide, angles, eps, DIM, NORM)
     return low.to(kind), high.to(kind)
 
@@ -277,6 +279,47 @@ def _add_tile(
     return higher, total * shrink, weights * shrink[None, :] + weight, acc
 
 
+@gluon.jit
+def _take_step(
+    own, q_stride, head, places, span, last, rope, angles, q_gains, k_gains, eps, scale, NUM_HEADS: gl.constexpr,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, NORM: gl.constexpr, DRAFTS: gl.constexpr,
+    SUMS: gl.constexpr,
+):  # fmt: skip
+    """Queries, the step's key and value, and the sums to begin with: with drafts those of all new keys, where this is
+    the `last` piece, which also writes the row's own to their `places`. `span`: position of the first new key, of the
+    first key that is seen, and how many are new."""
+    KEY: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
+    TURNED: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    peak = gl.full((_MOST_QUERIES,), float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
+    total = gl.zeros((_MOST_QUERIES,), gl.float32, gl.SliceLayout(0, SUMS))
+    acc = gl.zeros((DIM, _MOST_QUERIES), gl.float32, SUMS)
+    raw = _load_queries(own, head, GROUP, DIM, gl.DotOperandLayout(1, SUMS, 8))
+    key = own + (NUM_HEADS + head) * DIM
+    if DRAFTS:
+        fresh, first, count = span
+        count = gl.where(last, count, 0)
+        before = gl.minimum(1 - count, 0).to(gl.int64) * q_stride
+        low, high, value = _load_new(key + before, count, q_stride, NUM_KV, DIM, SUMS)
+        queries = _queries(raw, q_gains, angles, eps, DIM, NORM)
+        turns = _new_angles(rope, fresh, count, DIM, KEY)
+        if last:
+            low, high = _new_keys(low, high, k_gains, turns, eps, DIM, NORM)
+            _store_newest(places[0], places[1], low, high, value, count, DIM, SUMS)
+            peak, total, acc = _new_sums(low, high, value, queries, fresh, first, count, scale, DIM, SUMS)
+    else:
+        low, high = _halves(key, DIM, gl.SliceLayout(0, KEY))
+        dim = gl.arange(0, DIM, gl.SliceLayout(1, TURNED))
+        value = gl.load(key + NUM_KV * DIM + dim)
+        queries = _queries(raw, q_gains, angles, eps, DIM, NORM)
+        if last:
+            low, high = _new_key(low, high, k_gains, angles, eps, DIM, NORM, gl.SliceLayout(0, KEY))
+            feature = gl.arange(0, DIM // 2, gl.SliceLayout(0, KEY))
+            gl.store(places[0] + feature, low)
+            gl.store(places[0] + DIM // 2 + feature, high)
+            gl.store(places[1] + dim, value)
+    return queries, (low, high, value), peak, total, acc
+
+
 @gluon.jit(do_not_specialize=["num_parts"])
 def few_decode_kernel(
     qkv, k_cache, v_cache, out, tables, rows, context_len, task_seq, task_piece, piece_count, piece_length, partial,
@@ -287,7 +330,6 @@ def few_decode_kernel(
 ):  # fmt: skip
     KEY: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
     QUERY: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
-    TURNED: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     head = gl.program_id(0) % NUM_KV
     seq, task, row, length, step = load_task(
         gl.program_id(0) // NUM_KV, task_seq, task_piece, piece_count, piece_length, context_len, rows, HAS_ROWS)
@@ -313,39 +355,16 @@ def few_decode_kernel(
         q_gains = _halves(q_norm, DIM, gl.SliceLayout(1, QUERY))
         k_gains = _halves(k_norm, DIM, gl.SliceLayout(0, KEY))
     last = begin + step >= length
-    count = gl.where(last, length - fresh, 0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     if seq >= 0:
-        source = qkv + seq.to(gl.int64) * q_stride
-        own = source + (NUM_HEADS + head) * DIM
-        raw = _load_queries(source, head, GROUP, DIM, QUERY)
+        own = qkv + seq.to(gl.int64) * q_stride
         end = gl.minimum(begin + step, length)
-        peak = gl.full((_MOST_QUERIES,), float("-inf"), gl.float32, gl.SliceLayout(0, SUMS))
+        queries, new, peak, total, acc = _take_step(
+            own, q_stride, head, (k_cache + place, v_cache + place), (fresh, first, length - fresh), last, rope, angles,
+            q_gains, k_gains, eps, scale, NUM_HEADS, NUM_KV, GROUP, DIM, NORM, DRAFTS, SUMS)
         weights = gl.zeros((KEYS, _MOST_QUERIES), gl.float32, SUMS)
-        acc = gl.zeros((DIM, _MOST_QUERIES), gl.float32, SUMS)
-        total = gl.zeros((_MOST_QUERIES,), gl.float32, gl.SliceLayout(0, SUMS))
-        if DRAFTS:
-            before = gl.minimum(1 - count, 0).to(gl.int64) * q_stride
-            low, high, value = _load_new(own + before, count, q_stride, NUM_KV, DIM, SUMS)
-            queries = _queries(raw, q_gains, angles, eps, DIM, NORM)
-            turns = _new_angles(rope, fresh, count, DIM, KEY)
-            if last:
-                low, high = _new_keys(low, high, k_gains, turns, eps, DIM, NORM)
-                _store_newest(k_cache + place, v_cache + place, low, high, value, count, DIM, SUMS)
-                peak, total, acc = _new_sums(low, high, value, queries, fresh, first, count, scale, DIM, SUMS)
-        else:
-            low, high = _halves(own, DIM, gl.SliceLayout(0, KEY))
-            dim = gl.arange(0, DIM, gl.SliceLayout(1, TURNED))
-            value = gl.load(own + NUM_KV * DIM + dim)
-            queries = _queries(raw, q_gains, angles, eps, DIM, NORM)
-            if last:
-                low, high = _new_key(low, high, k_gains, angles, eps, DIM, NORM, gl.SliceLayout(0, KEY))
-                feature = gl.arange(0, DIM // 2, gl.SliceLayout(0, KEY))
-                gl.store(k_cache + place + feature, low)
-                gl.store(k_cache + place + DIM // 2 + feature, high)
-                gl.store(v_cache + place + dim, value)
         stop = end
         if DRAFTS:
             stop = old
@@ -356,7 +375,7 @@ def few_decode_kernel(
                 k_low, k_high, later = _load(
                     (start + KEYS, first, old), table, head, k_cache, v_cache, NUM_KV, PAGE, DIM, KEYS, KEY, VALUE)
             peak, total, weights, acc = _add_tile(
-                tile, queries, (low, high, value), values, (peak, total, weights, acc), start, newest, first, stop,
+                tile, queries, new, values, (peak, total, weights, acc), start, newest, first, stop,
                 length, scale, KEYS, SUMS, DRAFTS)
             if more:
                 values.store(later)

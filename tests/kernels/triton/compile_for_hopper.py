@@ -261,6 +261,10 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     if not small:
         yield "few decode", lambda: attention_few.few_decode_attention(
             torch.empty(2, heads.width, dtype=dtype), wide, table, ints, ints, split, parts, heads, 0.1, turn, pdl=True)
+        for name, each in (("drafted decode", turn), ("drafted decode without norms", HeadTurn(turn.rope))):
+            yield name, lambda t=each: attention_few.few_decode_attention(
+                torch.empty(8, heads.width, dtype=dtype), wide, table, ints, ints, split, parts, heads, 0.1, t,
+                drafts=True, pdl=True)
     for name, exact in (("exact", True), ("mixed", False)):
         yield name, lambda e=exact: attention_mixed.mixed_attention(
             qkv, cache, table, ints, ints, ints, ints, ints, HEADS, 0.1, sizes=sizes, exact=e
