@@ -44,6 +44,8 @@ from quire.parallel.collectives import TensorGroup
 
 _EARLY_ROWS = 512
 _FIXED_HEADS = 8
+_ANY_ROW = (4, 512, 2)
+"""Sizes of `linear_row` for a weight of any shape."""
 _FEW_ROWS_CHOICE = fixed_table.FixedChoice(fixed_table.PREFETCH)
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
@@ -206,6 +208,7 @@ class TritonOps(Ops):
             named = self._library.gemm(x, w.weight, choice.algorithm, out)
             if named is not None:
                 return named if residual is None else named.add_(residual)
+        choice = self._known(choice, x, w)
         if choice.kernel == "row":
             return linear_row(x, w.weight, w.bias, residual, out=out, sizes=RowShape(*choice.sizes), pdl=self.pdl)
         if choice.kernel == "vector":
@@ -214,7 +217,7 @@ class TritonOps(Ops):
             found = self._prefetch_gemm(choice, x, w, residual, out)
             if found is not None:
                 return found
-        if choice.kernel == "stream" and self._streams(choice, x, w):
+        if choice.kernel == "stream":
             return linear_stream.linear_stream(x, w.weight, w.bias, residual, out=out,
                                                sizes=linear_stream.StreamShape(*choice.sizes), pdl=self.pdl)
         if out is not None and w.bias is None and residual is None:
@@ -236,12 +239,15 @@ class TritonOps(Ops):
             x, w.weight, w.bias, residual, sizes=sizes, scratch=self._parts, out=out, pdl=self._early(x.shape[0])
         )
 
-    def _streams(self, choice: GemmChoice, x: Tensor, w: DeviceLinear, gated: bool = False) -> bool:
-        """Whether the kernel that streams weights runs here and can multiply such a weight."""
+    def _known(self, choice: GemmChoice, x: Tensor, w: DeviceLinear, gated: bool = False) -> GemmChoice:
+        """The same, or another kernel where the one that streams weights does not run or cannot multiply such a one."""
+        if choice.kernel != "stream":
+            return choice
         sizes = linear_stream.StreamShape(*choice.sizes)
-        return linear_stream.available(x.device, x.dtype) and linear_stream.fits(
-            x.shape[0], w.out_features, w.in_features, sizes, gated
-        )
+        fits = linear_stream.fits(x.shape[0], w.out_features, w.in_features, sizes, gated)
+        if fits and linear_stream.available(x.device, x.dtype):
+            return choice
+        return GemmChoice("row", _ANY_ROW) if x.shape[0] == 1 else GemmChoice()
 
     def _early(self, rows: int) -> bool:
         """Whether a small kernel should start while the one before it ends: only where its launch shows, but in
@@ -455,12 +461,13 @@ class TritonOps(Ops):
             )
         form = gemm_table.GATED if gated else gemm_table.NORM
         choice = gemm_table.lookup(1, w.out_features, w.in_features, x.dtype, form)
+        choice = self._known(choice, x, w, gated is not None)
         sizes = RowShape(*choice.sizes) if choice.kernel in ("row", "norm_then_row") else RowShape()
         if choice.kernel == "row":
             return linear_row(
                 x, w.weight, w.bias, None, norm=gain, eps=eps, gated=gated, out=out, sizes=sizes, pdl=self.pdl
             )
-        if choice.kernel == "stream" and self._streams(choice, x, w, gated is not None):
+        if choice.kernel == "stream":
             return linear_stream.linear_stream(x, w.weight, w.bias, None, norm=gain, eps=eps, gated=gated, out=out,
                                                sizes=linear_stream.StreamShape(*choice.sizes), pdl=self.pdl)
         normed = norm.rms_norm(x, gain, eps, pdl=self.pdl)

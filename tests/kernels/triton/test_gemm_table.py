@@ -23,9 +23,10 @@ from quire.kernels.triton.gemm_table import (
 from quire.kernels.triton.linear_codes import CodesShape
 from quire.kernels.triton.linear_prefetch import PrefetchShape
 from quire.kernels.triton.linear_row import RowShape
+from quire.kernels.triton.linear_stream import StreamShape
 
 KERNELS = {"row": RowShape, "norm_then_row": RowShape, "prefetch": PrefetchShape, "codes": CodesShape, "vector": tuple,
-           "library": tuple, "codes_row": CodesRowShape, "norm_then_codes_row": CodesRowShape}
+           "library": tuple, "codes_row": CodesRowShape, "norm_then_codes_row": CodesRowShape, "stream": StreamShape}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
