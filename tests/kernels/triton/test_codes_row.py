@@ -21,7 +21,7 @@ from quire.kernels.triton.norm import rms_norm_reference
 from quire.ops.triton import TritonOps
 from tests.kernels.triton import ptx
 from tests.kernels.triton.gluon_interpreter import interpreting
-from tests.kernels.triton.gluon_memory import Value
+from tests.kernels.triton.gluon_memory import Pointer, Value
 from tests.kernels.triton.test_linear_codes import reversed_range, weight_of
 
 KINDS = ["silu", "gelu_tanh", "gelu", "relu"]
@@ -45,8 +45,17 @@ def activated(x: Value, kind: int) -> Value:
     return Value(act_mul_reference(pairs, KINDS[kind]).reshape(x.data.shape))
 
 
+def asked(places: Pointer, size: Value, lines: Value) -> None:
+    """The copy engine takes 16 bytes or a multiple, from a multiple on, of what there is."""
+    first = places.checked(None)[0] * places.flat.element_size()
+    last = first + size.data.long()
+    assert bool((size.data > 0).all()) and not int(((first | size.data) % 16).sum()) and lines.data[0] == len(first)
+    assert int(last.max()) <= places.flat.nbytes and len(set(first.tolist())) == len(first)
+
+
 ASSEMBLY = {
     "_bytes": assembled(kernel._BYTES.value, 8), "_planes": assembled(kernel._PLANES.value, 3), "activate": activated,
+    "_ask": asked,
 }  # fmt: skip
 
 
