@@ -33,7 +33,7 @@ def row_shapes(weight: Any, gated: bool) -> list[Any]:
     is_bytes = not hasattr(weight, "words")
     outputs = (weight.shape[0] if is_bytes else weight.features) // (2 if gated else 1)
     found: list[CodesRowShape] = []
-    for sizes in _TRIED[4 if gated else 3:] if is_bytes else _TRIED[:3] if gated else _TRIED:
+    for sizes in _TRIED[4 if gated else 3 :] if is_bytes else _TRIED[:3] if gated else _TRIED:
         _add(found, weight, CodesRowShape(*sizes), gated)
     for unit in (_UNIT, 2 * _UNIT):
         tiles, held = -(-outputs // unit), _HELD[is_bytes] * (unit // _UNIT) * (2 if gated else 1)

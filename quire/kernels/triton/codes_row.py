@@ -1,5 +1,6 @@
-"""One row times a weight of 4-bit codes (W4A16) or of fp8 (W8A16), bound by reading it; norm, gate, bias and residual are
-fused.
+"""One row times a weight of 4-bit codes (W4A16) or of fp8 (W8A16), bound by reading it.
+
+Norm, gate, bias and residual are fused.
 
 Codes lie as `linear_codes` packs them: 16 features are four rows of words, one after another, of which a warp reads 128
 bytes each for 64 columns. fp8 lies row by row, and a warp reads 64 bytes of each of 8 features at once. A program owns

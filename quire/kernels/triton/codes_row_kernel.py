@@ -1,11 +1,12 @@
 """The kernel of `codes_row`, in Gluon: one row times a weight of 4-bit codes or of fp8, without a ring.
 
 A program owns some output features; its warps share the columns, a run of them at a time. The weight goes straight from
-memory to registers, before the kernel before has ended, and becomes the tensor cores' first operand there. Codes are
-bytes after three instructions for eight of them; their second operand is the row in three digits of 8 bits (22 bits from
-its largest number's down), a digit to a column: so products and sums of a run are exact. fp8 becomes fp16, exactly, by
-one instruction for two numbers, and so does the row, scaled by a power of two. Digits and powers of two are counted from
-the largest number of a warp's columns, so that no warp waits for another's.
+memory to registers, before the kernel before has ended, and becomes the tensor cores' first operand there.
+
+Codes are bytes after three instructions for eight of them; their second operand is the row in three digits of 8 bits
+(22 bits from its largest number's down), a digit to a column: so products and sums of a run are exact. fp8 becomes
+fp16, exactly, by one instruction for two numbers, and so does the row, scaled by a power of two. Digits and powers of
+two are counted from the largest number of a warp's columns, so that no warp waits for another's.
 """
 
 from __future__ import annotations

@@ -497,7 +497,7 @@ def variants(dtype: torch.dtype) -> dict[str, int]:
 def main() -> None:
     found: dict[str, Any] = {}
     linear_fixed.capability = lambda device: (9, 0)
-    only = {torch.float32: ("exact", "mixed"), torch.float16: ("prefetch few", "code row", "few decode")}
+    only = {torch.float32: ("exact", "mixed"), torch.float16: ("prefetch few", "code row", "byte row", "few decode")}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for name, launch in launches(dtype):
             if name not in only.get(dtype, (name,)):

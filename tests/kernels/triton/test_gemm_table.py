@@ -26,7 +26,8 @@ from quire.kernels.triton.linear_prefetch import PrefetchShape
 from quire.kernels.triton.linear_row import RowShape
 
 KERNELS = {"row": RowShape, "norm_then_row": RowShape, "prefetch": PrefetchShape, "codes": CodesShape, "vector": tuple,
-           "library": tuple, "codes_row": CodesRowShape, "norm_then_codes_row": CodesRowShape, "bytes_row": CodesRowShape}
+           "library": tuple, "codes_row": CodesRowShape, "norm_then_codes_row": CodesRowShape,
+           "bytes_row": CodesRowShape}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
