@@ -230,13 +230,14 @@ def _fetch(
 
 @gluon.jit
 def _load_row(
-    x, turn: gl.constexpr, ROW: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr, CACHE: gl.constexpr = ""
+    x, turn: gl.constexpr, AGAIN: gl.constexpr, ROW: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr
 ):
+    """AGAIN: said otherwise than the first time, or the compiler would take both loads for one."""
     place = gl.arange(0, COLUMNS, ROW) + turn * COLUMNS
     if (turn + 1) * COLUMNS > WIDTH:
-        return gl.load(x + place, mask=place < WIDTH, other=0.0, cache_modifier=CACHE)
+        return gl.load(x + place, mask=place < WIDTH, other=0.0, cache_modifier=".ca" if AGAIN else "")
     else:
-        return gl.load(x + place, cache_modifier=CACHE)
+        return gl.load(x + place, cache_modifier=".ca" if AGAIN else "")
 
 
 @gluon.jit
@@ -265,7 +266,7 @@ def _prepare(
     LAST: gl.constexpr = 14 if BYTES else 21 + 4
     rows = ()
     for turn in gl.static_range(TURNS):
-        rows = rows + (_load_row(x, turn, ROW, COLUMNS, WIDTH),)  # type: ignore[assignment]  # noqa: RUF005
+        rows = rows + (_load_row(x, turn, False, ROW, COLUMNS, WIDTH),)  # type: ignore[assignment]  # noqa: RUF005
     values = ()
     most = gl.full((COLUMNS,), 0, gl.int32, ROW)
     squares = gl.full((COLUMNS,), 0.0, gl.float32, ROW)
@@ -287,10 +288,9 @@ def _prepare(
         if HELD:
             value = values[turn]
         else:  # Of a long row registers for all of it would be those of weights: it is read again, from the cache.
-            # Said otherwise than before, or the compiler would take both loads for one.
-            value = _load_row(x, turn, ROW, COLUMNS, WIDTH, ".ca").to(gl.float32)
+            value = _load_row(x, turn, True, ROW, COLUMNS, WIDTH).to(gl.float32)
             if NORM:
-                value = value * _load_row(gain, turn, ROW, COLUMNS, WIDTH, ".ca").to(gl.float32)
+                value = value * _load_row(gain, turn, True, ROW, COLUMNS, WIDTH).to(gl.float32)
         value = value.reshape([WARPS, RUN]) * inverse[:, None]
         if BYTES:
             places[turn].index(0).store(value.to(gl.float16))
@@ -410,7 +410,7 @@ def codes_row_kernel(
     gains = ()
     if NORM:
         for turn in gl.static_range(TURNS):
-            gains = gains + (_load_row(gain, turn, ROW, COLUMNS, WIDTH),)  # type: ignore[assignment]  # noqa: RUF005
+            gains = gains + (_load_row(gain, turn, False, ROW, COLUMNS, WIDTH),)  # type: ignore[assignment]  # noqa: RUF005
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

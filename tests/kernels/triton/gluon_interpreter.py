@@ -193,19 +193,15 @@ class Program:
         view.one.store(view.data, value.data, self.baton.step())
 
     def multiply_registers(self, a: Value, b: Value, acc: Value) -> Value:
-        """Operands and sums in registers, of bytes a batch of matrices: it is done when it returns."""
+        """Operands and sums in registers, one matrix or a batch of them: it is done when it returns."""
         self.baton.step()
-        if a.dtype in (torch.bfloat16, torch.float16):
-            (m, k), n = a.shape, b.shape[1]
-            demand(b.shape == [k, n] and acc.shape == [m, n], f"{a.shape} by {b.shape} to {acc.shape}")
-            known = a.dtype == b.dtype and acc.dtype == torch.float32 and not (m % 16 or n % 8 or k % 16)
-            demand(known, "no such MMA of the tensor cores known here")
-            return Value(a.data.float() @ b.data.float() + acc.data)
-        (batch, m, k), n = a.shape, b.shape[2]
-        demand([b.shape[:2], acc.shape] == [[batch, k], [batch, m, n]], f"{a.shape} by {b.shape} to {acc.shape}")
-        bytes_of = a.dtype == b.dtype == torch.int8 and acc.dtype == torch.int32
-        demand(bytes_of and not (m % 16 or n % 8 or k % 32), "no such MMA of the tensor cores known here")
-        return Value(torch.bmm(a.data.int(), b.data.int()) + acc.data)
+        (*batch, m, k), n = a.shape, b.shape[-1]
+        demand([b.shape, acc.shape] == [[*batch, k, n], [*batch, m, n]], f"{a.shape} by {b.shape} to {acc.shape}")
+        floats = a.dtype == b.dtype in (torch.bfloat16, torch.float16) and acc.dtype == torch.float32 and not k % 16
+        known = floats or (a.dtype == b.dtype == torch.int8 and acc.dtype == torch.int32 and not k % 32)
+        demand(known and not (m % 16 or n % 8), "no such MMA of the tensor cores known here")
+        wide = a.data.float() if floats else a.data.int()
+        return Value(torch.matmul(wide, b.data.to(wide.dtype)) + acc.data)
 
     def load(
         self, pointer: Pointer, mask: Value | None = None, other: Any = 0, cache_modifier: str = "",
