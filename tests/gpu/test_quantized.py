@@ -206,7 +206,7 @@ def test_the_kernel_of_one_row_of_codes_itself(form: str, offsets: bool) -> None
     for features, width, group, *shapes in (
         (6144, 4096, 128, (16, 8, 1, 4, 3), (32, 8, 2, 1)), (1120, 1024, 64, (16, 4, 3, 2), (16, 16, 1, 8)),
         (224, 6144, 512, (16, 8, 2, 4)),
-        (5120, 17408, 128, (32, 8, 1, 3, 2, 6), (32, 16, 1, 2, 0), (16, 8, 1, 3, 3, 0)),  # 136 runs to 8 or 16 warps
+        (512, 17408, 128, (32, 8, 1, 3, 2, 6), (16, 16, 1, 2, 0)),  # 136 runs to 8 or 16 warps
     ):  # fmt: skip
         packed = linear_codes.pack(to_codes(numbers(features, width), group, offsets), torch.bfloat16)
         x, floats = numbers(1, width), linear_codes.unpacked(packed).float()
@@ -232,8 +232,8 @@ def test_the_kernel_of_one_row_of_fp8_itself(form: str, blocks: bool) -> None:
         pytest.skip("needs Hopper and Triton 3.6")
     gated = "silu" if form == "gated" else None
     for features, width, *shapes in (
-        (6144, 4096, (16, 8, 3, 5, 2, 7), (32, 8, 1, 2, 2, 2), (16, 8, 1, 2, 3)), (1120, 1344, (16, 4, 3, 2)),
-        (1024, 17408, (16, 8, 1, 2, 3, 6), (32, 16, 1, 2, 0)),
+        (6144, 4096, (16, 8, 3, 5, 2, 7), (32, 8, 1, 2, 2, 2)), (1120, 1344, (16, 4, 3, 2)),
+        (512, 17408, (16, 16, 1, 2, 0)),
     ):  # fmt: skip
         if width % 128 and blocks:
             continue
@@ -242,7 +242,7 @@ def test_the_kernel_of_one_row_of_fp8_itself(form: str, blocks: bool) -> None:
         floats = weight.float() * scales.repeat_interleave(128 if blocks else width, 1)
         scales = scales.contiguous() if blocks else scales[:, 0].contiguous()
         gain, bias = torch.rand(width, device="cuda") + 0.5, numbers(features)
-        for dtype in (torch.bfloat16, torch.float16):
+        for dtype in (torch.bfloat16, torch.float16)[: 2 if width == 1344 else 1]:
             x = numbers(1, width).to(dtype)
             rows = norm.rms_norm_reference(x.float(), gain, 1e-6) if form != "plain" else x.float()
             want = rows @ floats.t() + bias.float()

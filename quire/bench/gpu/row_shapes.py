@@ -22,8 +22,8 @@ _FETCHED = 16 << 20
 """Bytes of all programs in the L2 cache."""
 _MOST_TURNS = 25
 """Of a program: each is compiled by itself."""
-_TRIED = ((16, 8, 1, 4, 0), (32, 8, 1, 2, 2), (16, 8, 3, 3, 2), (32, 16, 1, 2, 0))
-"""Sizes that won for 4-bit codes on some weight, of one wave or not."""
+_TRIED = {False: ((16, 8, 1, 4, 0), (32, 8, 1, 2, 2), (16, 8, 3, 3, 2), (32, 16, 1, 2, 0)), True: ((16, 8, 1, 2, 2),)}
+"""Other sizes: those that won for 4-bit codes on some weight, and many programs of fp8."""
 
 
 def row_shapes(weight: Any, gated: bool) -> list[Any]:
@@ -33,7 +33,7 @@ def row_shapes(weight: Any, gated: bool) -> list[Any]:
     is_bytes = not hasattr(weight, "words")
     outputs = (weight.shape[0] if is_bytes else weight.features) // (2 if gated else 1)
     found: list[CodesRowShape] = []
-    for sizes in _TRIED[4 if gated else 3 :] if is_bytes else _TRIED[:3] if gated else _TRIED:
+    for sizes in _TRIED[is_bytes][: 3 if gated else None]:
         _add(found, weight, CodesRowShape(*sizes), gated)
     for unit in (_UNIT, 2 * _UNIT):
         tiles, held = -(-outputs // unit), _HELD[is_bytes] * (unit // _UNIT) * (2 if gated else 1)

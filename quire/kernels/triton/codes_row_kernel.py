@@ -261,7 +261,7 @@ def _prepare(
     warp."""
     RUN: gl.constexpr = SLABS * 64
     COLUMNS: gl.constexpr = WARPS * RUN
-    HELD: gl.constexpr = TURNS <= 4
+    HELD: gl.constexpr = TURNS <= 5
     TOP: gl.constexpr = 14 if BYTES else 21
     LAST: gl.constexpr = 14 if BYTES else 21 + 4
     rows = ()
