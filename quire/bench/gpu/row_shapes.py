@@ -20,8 +20,8 @@ _ROOM = {2: 96, 3: 48}
 """Registers for weights where so many programs have room on a multiprocessor: 128 and 80 less what else is needed."""
 _FETCHED = 16 << 20
 """Bytes of all programs in the L2 cache."""
-_MOST_TURNS = 25
-"""Of a program: each is compiled by itself."""
+_MOST_TURNS = 50
+"""Of a program, of both halves: each is compiled by itself."""
 _TRIED = {False: ((16, 8, 1, 4, 0), (32, 8, 1, 2, 2), (16, 8, 3, 3, 2), (32, 16, 1, 2, 0)), True: ((16, 8, 1, 2, 2),)}
 """Other sizes: those that won for 4-bit codes on some weight, and many programs of fp8."""
 
@@ -47,7 +47,7 @@ def row_shapes(weight: Any, gated: bool) -> list[Any]:
                 _add(found, weight, replace(shape, fetched=_fetched(weight, shape, gated)), gated)
     return [
         shape for shape in found if -(-outputs // (shape.features * shape.steps)) >= LEAST_PROGRAMS
-        and shape.steps * turns(weight, shape) <= _MOST_TURNS
+        and shape.steps * turns(weight, shape) * (2 if gated else 1) <= _MOST_TURNS
         and (fits_bytes(weight, weight[:, 0], shape, gated) if is_bytes else fits(weight, shape, gated))
     ]  # fmt: skip
 

@@ -158,9 +158,10 @@ def test_the_tuner_tries_several_kernels_of_one_row_on_every_weight_of_4_bits_an
             weight = PackedCodes(words, words, features, width, 128, torch.bfloat16) if coded else torch.empty(
                 1, dtype=torch.float8_e4m3fn).expand(features, width)
             shapes, outputs = row_shapes(weight, form == "gated"), features // (2 if form == "gated" else 1)
-            enough = outputs >= 16 * LEAST_PROGRAMS
-            assert len(shapes) == len(set(shapes)) and (4 <= len(shapes) <= 12 if enough else not shapes)
+            least = 0 if outputs < 16 * LEAST_PROGRAMS else 1 if width < 4096 else 3
+            assert len(shapes) == len(set(shapes)) and least <= len(shapes) <= 12 * min(least, 1)
             assert all(shape.registers is None or 32 <= shape.registers <= 255 for shape in shapes)
             at_once = [shape for shape in shapes if shape.programs * 132 * shape.features * shape.steps >= outputs]
-            assert len(at_once) >= 3 or not enough
-            assert {bool(shape.fetched) for shape in at_once} == ({False, True} if enough else set())
+            assert len(at_once) >= least - 1
+            # A narrow weight's turns are all in registers: nothing is left to fetch.
+            assert any(shape.fetched for shape in shapes) or width < 4096
