@@ -36,6 +36,9 @@ _EARLY_ROWS = 512
 _UNIT = 16
 """Features and columns of a weight of bytes come in multiples of so many: what the library's GEMM takes."""
 _ROW_KERNELS = ("row", "norm_then_row")
+_ROW_SHAPE = RowShape(1, 2048, 4)
+"""Of bytes that the table leaves to a kernel which cannot multiply them: int8, or on another chip."""
+_BYTES_ROW_KERNEL = "bytes_row"
 _CODES_ROW_KERNELS = ("codes_row", "norm_then_codes_row")
 INT8_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (1 << 62, (128, 256, 128, 8, 3)))
 """Up to so many rows: the tile of an int8 GEMM. Not timed yet."""
@@ -188,12 +191,9 @@ class DeviceFormats:
                 return one
             found = self.linear(norm.rms_norm(x, gain, eps, pdl=self._pdl), w, None, None if gated else out)
         else:
-            choice = self._row_choice(x, w, gemm_table.GATED if gated else gemm_table.NORM)
-            if choice is not None:
-                sizes, apart = choice
-                x = norm.rms_norm(x, gain, eps, pdl=self._pdl) if apart else x
-                return linear_row(x, w.weight, w.bias, None, scales=w.scales, norm=None if apart else gain, eps=eps,
-                                  gated=gated, out=out, sizes=sizes, pdl=self._pdl)
+            one = self._bytes_row(x, w, gain=gain, eps=eps, gated=gated, out=out)
+            if one is not None:
+                return one
             rows = coded_rows.norm_rows(x, None, gain, eps, w.input_scale, dtype=w.weight.dtype, pdl=self._pdl)
             found = self._bytes(rows, w, None, None if gated else out)
         return activation.act_mul(found, gated, pdl=self._pdl) if gated else found
@@ -227,19 +227,34 @@ class DeviceFormats:
             return None
         return w.packed, sizes, choice.kernel != _CODES_ROW_KERNELS[0]
 
-    def _row_choice(self, x: Tensor, w: BytesLinear, form: str) -> tuple[RowShape, bool] | None:
-        """How the kernel of one row runs it, which keeps its own type, and whether its norm is a kernel of its own;
-        None: rows become codes."""
-        if x.shape[0] != 1 or self._deterministic or w.scales.dim() != 1 or w.input_scale is not None:
+    def _bytes_row(
+        self, x: Tensor, w: BytesLinear, residual: Tensor | None = None, *, gain: Tensor | None = None,
+        eps: float = 0.0, gated: str | None = None, out: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """By a kernel of one row, which keeps its own type; None: rows become codes."""
+        if x.shape[0] != 1 or self._deterministic or w.input_scale is not None:
             return None
+        form = gemm_table.PLAIN if gain is None else gemm_table.GATED if gated else gemm_table.NORM
         choice = gemm_table.lookup(1, w.out_features, w.in_features, x.dtype, gemm_table.FP8 + form)
-        return (RowShape(*choice.sizes), choice.kernel != "row") if choice.kernel in _ROW_KERNELS else None
+        row = RowShape(*choice.sizes) if choice.kernel in _ROW_KERNELS else None
+        if choice.kernel == _BYTES_ROW_KERNEL:
+            wide = codes_row.CodesRowShape(*choice.sizes)
+            if self._scratch is not None and codes_row.fits_bytes(w.weight, w.scales, wide, gated is not None):
+                return codes_row.linear_bytes_row(x, w.weight, w.scales, w.bias, residual, norm=gain, eps=eps,
+                                                  gated=gated, out=out, sizes=wide, pdl=self._pdl)
+            row = _ROW_SHAPE
+        if row is None or w.scales.dim() != 1:
+            return None
+        if choice.kernel == _ROW_KERNELS[1] and gain is not None:
+            x, gain = norm.rms_norm(x, gain, eps, pdl=self._pdl), None
+        return linear_row(x, w.weight, w.bias, residual, scales=w.scales, norm=gain, eps=eps, gated=gated, out=out,
+                          sizes=row, pdl=self._pdl)
 
     def _bytes(self, x: Tensor | CodedRows, w: BytesLinear, residual: Tensor | None, out: Tensor | None) -> Tensor:
         if isinstance(x, Tensor):
-            row = self._row_choice(x, w, gemm_table.PLAIN)
-            if row is not None:
-                return linear_row(x, w.weight, w.bias, residual, scales=w.scales, out=out, sizes=row[0], pdl=self._pdl)
+            one = self._bytes_row(x, w, residual, out=out)
+            if one is not None:
+                return one
             x = self._rows(x, w)
         rows, sizes = x.shape[0], linear_bytes.BytesShape()
         if w.weight.dtype == torch.int8 and not self._deterministic:

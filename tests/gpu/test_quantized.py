@@ -206,6 +206,7 @@ def test_the_kernel_of_one_row_of_codes_itself(form: str, offsets: bool) -> None
     for features, width, group, *shapes in (
         (6144, 4096, 128, (16, 8, 1, 4, 3), (32, 8, 2, 1)), (1120, 1024, 64, (16, 4, 3, 2), (16, 16, 1, 8)),
         (224, 6144, 512, (16, 8, 2, 4)),
+        (512, 17408, 128, (32, 8, 1, 3, 2, 6), (16, 16, 1, 2, 0)),  # 136 runs to 8 or 16 warps
     ):  # fmt: skip
         packed = linear_codes.pack(to_codes(numbers(features, width), group, offsets), torch.bfloat16)
         x, floats = numbers(1, width), linear_codes.unpacked(packed).float()
@@ -221,6 +222,40 @@ def test_the_kernel_of_one_row_of_codes_itself(form: str, offsets: bool) -> None
             got = codes_row.linear_codes_row(x, packed, bias, residual, norm=None if form == "plain" else gain,
                                              eps=1e-6, gated=gated, sizes=shape, pdl=True)
             close(got, want, 0.01, (sizes, features, form))
+
+
+@pytest.mark.parametrize("form", ["plain", "norm", "gated"])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_kernel_of_one_row_of_fp8_itself(form: str, blocks: bool) -> None:
+    """Steps that not every program has, runs of 64 and of 128 columns, shares that are uneven, and both types."""
+    if not linear_prefetch.available(torch.device("cuda")):
+        pytest.skip("needs Hopper and Triton 3.6")
+    gated = "silu" if form == "gated" else None
+    for features, width, *shapes in (
+        (6144, 4096, (16, 8, 3, 5, 2, 7), (32, 8, 1, 2, 2, 2)), (1120, 1344, (16, 4, 3, 2)),
+        (512, 17408, (16, 16, 1, 2, 0)),
+    ):  # fmt: skip
+        if width % 128 and blocks:
+            continue
+        weight = numbers(features, width).to(coded_rows.FP8)
+        scales = torch.rand(features, width // 128, device="cuda")[:, : None if blocks else 1] / 8
+        floats = weight.float() * scales.repeat_interleave(128 if blocks else width, 1)
+        scales = scales.contiguous() if blocks else scales[:, 0].contiguous()
+        gain, bias = torch.rand(width, device="cuda") + 0.5, numbers(features)
+        for dtype in (torch.bfloat16, torch.float16)[: 2 if width == 1344 else 1]:
+            x = numbers(1, width).to(dtype)
+            rows = norm.rms_norm_reference(x.float(), gain, 1e-6) if form != "plain" else x.float()
+            want = rows @ floats.t() + bias.float()
+            want = activation.act_mul_reference(want, "silu") if gated else want
+            residual = numbers(1, features).to(dtype) if form == "plain" else None
+            want = want if residual is None else want + residual.float()
+            for sizes in shapes:
+                shape = codes_row.CodesRowShape(*sizes)
+                assert codes_row.fits_bytes(weight, scales, shape, gated is not None)
+                got = codes_row.linear_bytes_row(
+                    x, weight, scales, bias.to(dtype), residual, norm=None if form == "plain" else gain, eps=1e-6,
+                    gated=gated, sizes=shape, pdl=True)  # fmt: skip
+                close(got, want, 0.005, (sizes, features, form, dtype))
 
 
 def test_blocks_of_128_and_rows_are_exact() -> None:

@@ -13,29 +13,22 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
 from quire.bench.gpu.cases import FLOPS, READ_BANDWIDTH
+from quire.bench.gpu.row_shapes import row_shapes
 from quire.bench.gpu.tune import graph_seconds, weights_of, write
 from quire.bench.gpu.tune_prefetch import rings_of
 from quire.child import child_environment, module_command
 
 ROWS = (1, 16, 64, 256, 2048)
-_ROW_SIZES = ((1, 2048, 4), (1, 4096, 8), (2, 1024, 2), (2, 1024, 4), (2, 2048, 4), (4, 512, 1), (4, 1024, 2),
-              (4, 1024, 4), (4, 2048, 4), (8, 1024, 4))
+_ROW_SIZES = ((1, 2048, 4), (2, 1024, 2), (4, 512, 1), (4, 1024, 2))
 _CODES_SIZES = ((4, 4, 1), (6, 4, 1), (8, 4, 1), (8, 2, 1), (6, 2, 1), (6, 2, 2), (4, 4, 2), (3, 4, 2), (4, 2, 1),
                 (3, 2, 1), (2, 4, 1), (5, 1, 1), (5, 1, 0))
-_ROW_CODES_SIZES = ((6, 4, 1), (6, 2, 1), (6, 2, 2), (3, 4, 2), (4, 4, 1))
-"""At one row: those that won there, and their neighbours."""
-_CODES_ROW_SIZES = ((16, 8, 1, 4, 0), (16, 8, 1, 4, 2), (16, 8, 1, 4, 3), (16, 8, 1, 8, 2), (16, 4, 1, 8, 0),
-                    (16, 4, 1, 4, 4), (16, 16, 1, 2, 0), (16, 16, 1, 2, 2), (32, 8, 1, 4, 0), (32, 8, 1, 2, 2),
-                    (32, 16, 1, 2, 0), (16, 8, 2, 3, 2), (16, 8, 3, 3, 2), (16, 8, 6, 5, 0), (32, 8, 3, 2, 0),
-                    (16, 16, 6, 2, 0))
-"""Features at a time, warps, steps, turns loaded ahead, programs that have room on a multiprocessor."""
-_LEAST_PROGRAMS = 120
-"""Fewer leave multiprocessors idle."""
+_ROW_CODES_SIZES = ((6, 4, 1), (6, 2, 2), (3, 4, 2))
+"""At one row: those that won there."""
 _COMPILERS = 16
 """Processes that compile kernels: those of one weight may be shared by several."""
 _SMALL_RINGS = ((1, 5, 2, 0), (1, 3, 4, 0), (1, 6, 2, 1), (1, 5, 2, 2))
@@ -198,6 +191,12 @@ class _Around(ABC):
         got = way(self.weights[0]).float()
         return bool(((got - want).norm() <= _MOST_ERROR * want.norm()).item())
 
+    def fused(self) -> dict[str, Any]:
+        """What a kernel of one row does besides."""
+        if self.form == "plain":
+            return {"residual": self.residual}
+        return {"norm": self.gain, "eps": 1e-6, "gated": "silu" if self.form == "gated" else None}
+
     def ended(self, found: Any) -> Any:
         """What follows at one row: the gate."""
         from quire.kernels.triton.activation import act_mul
@@ -261,18 +260,23 @@ class _Fp8(_Around):
             found["row " + name] = partial(self._row, size, False)
             if self.form != "plain":
                 found["norm_then_row " + name] = partial(self._row, size, True)
+        for shape in row_shapes(self.weights[0][0], self.form == "gated") if self.kind == "fp8" else ():
+            found["bytes_row " + " ".join(map(str, astuple(shape)))] = partial(self._bytes_row, shape)
         return found
+
+    def _bytes_row(self, shape: Any, weight: Any) -> Any:
+        from quire.kernels.triton.codes_row import linear_bytes_row
+
+        return linear_bytes_row(self.x, *weight, sizes=shape, pdl=True, **self.fused())
 
     def _row(self, shape: tuple[int, ...], apart: bool, weight: Any) -> Any:
         """`apart`: the norm in its own kernel."""
         from quire.kernels.triton.linear_row import RowShape, linear_row
         from quire.kernels.triton.norm import rms_norm
 
-        fused: dict[str, Any] = {} if apart else {"norm": self.gain, "eps": 1e-6}
-        fused = {"residual": self.residual} if self.form == "plain" else fused
-        gated = "silu" if self.form == "gated" else None
         x = rms_norm(self.x, self.gain, 1e-6, pdl=True) if apart else self.x
-        return linear_row(x, weight[0], scales=weight[1], gated=gated, sizes=RowShape(*shape), pdl=True, **fused)
+        fused = self.fused() | ({"norm": None} if apart else {})
+        return linear_row(x, weight[0], scales=weight[1], sizes=RowShape(*shape), pdl=True, **fused)
 
     def _prefetch(self, sizes: Any, weight: Any) -> Any:
         from quire.kernels.triton.linear_prefetch import linear_prefetch
@@ -356,19 +360,13 @@ class _Int4(_Around):
         found: Ways = {}
         for shape in row_shapes(self.weights[0], self.form == "gated"):
             name = " ".join(map(str, astuple(shape)))
-            found["codes_row " + name] = partial(self._row, shape, False)
-            if self.form != "plain":
-                found["norm_then_codes_row " + name] = partial(self._row, shape, True)
+            found["codes_row " + name] = partial(self._row, shape)
         return found
 
-    def _row(self, shape: Any, apart: bool, weight: Any) -> Any:
-        """`apart`: the norm in its own kernel."""
+    def _row(self, shape: Any, weight: Any) -> Any:
         from quire.kernels.triton.codes_row import linear_codes_row
 
-        fused: dict[str, Any] = {} if apart else {"norm": self.gain, "eps": 1e-6}
-        fused = {"residual": self.residual} if self.form == "plain" else fused
-        gated = "silu" if self.form == "gated" else None
-        return linear_codes_row(self.rows() if apart else self.x, weight, gated=gated, sizes=shape, pdl=True, **fused)
+        return linear_codes_row(self.x, weight, sizes=shape, pdl=True, **self.fused())
 
     def _codes(self, sizes: Any, weight: Any) -> Any:
         from quire.kernels.triton.linear_codes import linear_codes
@@ -383,21 +381,6 @@ class _Int4(_Around):
 
         floats = self.x.new_empty(self.features, self.width)
         return self.ended(torch.mm(self.rows(), unpack(weight, floats).t()))
-
-
-def row_shapes(weight: Any, gated: bool) -> list[Any]:
-    """How the kernel of one row may multiply a weight of 4-bit codes."""
-    from quire.kernels.triton.codes_row import CodesRowShape, fits, turns
-
-    outputs, found = weight.features // (2 if gated else 1), []
-    for sizes in _CODES_ROW_SIZES:
-        shape = CodesRowShape(*sizes)
-        if outputs < _LEAST_PROGRAMS * shape.features * shape.steps or not fits(weight, shape, gated):
-            continue
-        # More than there is loads no more: that would be the same kernel.
-        shape = replace(shape, ahead=min(shape.ahead, shape.steps * turns(weight, shape)))
-        found += [] if shape in found else [shape]
-    return found
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""One row times a weight of 4-bit codes (W4A16), bound by reading the codes; norm, gate, bias and residual are fused.
+"""One row times a weight of 4-bit codes (W4A16) or of fp8 (W8A16), bound by reading it.
 
-The weight lies as `linear_codes` packs it: 16 features are four rows of words, one after another, of which a warp reads
-128 bytes each for 64 columns. A program owns 16 features or a few times as many (with a gate: as many of each half),
-so no sums of other programs are waited for.
+Norm, gate, bias and residual are fused.
+
+Codes lie as `linear_codes` packs them: 16 features are four rows of words, one after another, of which a warp reads 128
+bytes each for 64 columns. fp8 lies row by row, and a warp reads 64 bytes of each of 8 features at once. A program owns
+16 features or a few times as many (with a gate: as many of each half), so no sums of other programs are waited for.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ _UNIT = 16
 """Features that the tensor cores multiply at once."""
 _MOST_RUN = 256
 """Columns whose products add up to less than 2 ** 22."""
+_LINES = 4
+"""Rows of words that hold as many features."""
+_BYTES_RUN = 128
+"""Columns of fp8 that a warp multiplies at once, and columns of a scale if there are several to a feature."""
 _DIGITS = 4
 _REGISTERS = 1 << 16
 """Of a multiprocessor."""
@@ -38,35 +44,50 @@ _SHARED = 200 << 10
 @dataclass(frozen=True, slots=True)
 class CodesRowShape:
     """Features of a program at a time (with a gate: pairs of them), warps, times, turns loaded before the first is
-    multiplied, and how many programs a multiprocessor must have registers for (0: as the compiler has it)."""
+    multiplied, how many programs a multiprocessor must have registers for (0: as the compiler has it), and turns that
+    come to the L2 cache meanwhile."""
 
     features: int = 16
     warps: int = 8
     steps: int = 1
     ahead: int = 8
     programs: int = 0
+    fetched: int = 0
 
     @property
     def registers(self) -> int | None:
         """Of a thread at most."""
-        return _REGISTERS // (self.programs * self.warps * 32) // 8 * 8 if self.programs else None
+        return min(_REGISTERS // (self.programs * self.warps * 32) // 8 * 8, 255) if self.programs else None
 
 
-def run_of(weight: PackedCodes) -> int:
-    """Columns that a warp multiplies at once: they share a scale."""
+def run_of(weight: PackedCodes | Tensor) -> int:
+    """Columns that a warp multiplies at once: of codes they share a scale."""
+    if isinstance(weight, Tensor):
+        return _BYTES_RUN if weight.shape[1] % _BYTES_RUN == 0 else COLUMNS
     return min(weight.group & -weight.group, _MOST_RUN)
 
 
-def turns(weight: PackedCodes, sizes: CodesRowShape) -> int:
-    """Of all columns, a run of them to each warp at a time."""
-    return weight.width // (sizes.warps * run_of(weight))
+def turns(weight: PackedCodes | Tensor, sizes: CodesRowShape) -> int:
+    """Of all columns, a run of them to each warp at a time; in the last turn some warps may have none."""
+    width = weight.shape[1] if isinstance(weight, Tensor) else weight.width
+    return triton.cdiv(width, sizes.warps * run_of(weight))
 
 
 def fits(weight: PackedCodes, sizes: CodesRowShape, gated: bool = False) -> bool:
-    """Whether the kernel can multiply it: whole turns, whole tiles of each half, and room for the row's digits."""
-    whole = weight.width % (sizes.warps * run_of(weight)) == 0 and weight.group % COLUMNS == 0
+    """Whether the kernel can multiply it: a run for each warp, whole tiles of each half, room for the row's digits."""
+    shared = sizes.warps * run_of(weight) <= weight.width and weight.group % COLUMNS == 0
     halves = not gated or weight.features % (2 * sizes.features) == 0
-    return whole and halves and _DIGITS * weight.width <= _SHARED
+    return shared and halves and _DIGITS * turns(weight, sizes) * sizes.warps * run_of(weight) <= _SHARED
+
+
+def fits_bytes(weight: Tensor, scales: Tensor, sizes: CodesRowShape, gated: bool = False) -> bool:
+    """The same of a weight of fp8, with a scale for each feature or for 128 columns of it."""
+    features, width = weight.shape
+    if weight.dtype != torch.float8_e4m3fn or width % COLUMNS or features % (sizes.features * (2 if gated else 1)):
+        return False
+    scaled = scales.dim() == 1 or width == _BYTES_RUN * scales.shape[1]
+    columns = sizes.warps * run_of(weight)
+    return scaled and columns <= width and 2 * turns(weight, sizes) * columns <= _SHARED and weight.numel() < 1 << 31
 
 
 def linear_codes_row(
@@ -83,13 +104,49 @@ def linear_codes_row(
     pdl: bool = False,
 ) -> Tensor:
     """[1, features]: norm(x) W^T + bias, or act(first half) * second half of it; without a gate + residual."""
-    features = weight.features // (2 if gated else 1)
+    slabs = run_of(weight) // COLUMNS
+    of_weight = (weight.features, weight.width, weight.group, weight.offsets, False)
+    layouts = _layouts(sizes.warps, slabs, sizes.features // _UNIT * (2 if gated else 1))
+    return _launch(x, weight.words, weight.scales, of_weight, layouts, slabs, bias, residual, norm, eps, gated, out,
+                   sizes, pdl)  # fmt: skip
+
+
+def linear_bytes_row(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: str | None = None,
+    out: Tensor | None = None,
+    sizes: CodesRowShape = CodesRowShape(),
+    pdl: bool = False,
+) -> Tensor:
+    """The same of a weight [features, width] of fp8 with scales [features] or [features, blocks of 128 columns]."""
+    slabs, group = run_of(weight) // COLUMNS, 0 if scales.dim() == 1 else _BYTES_RUN
+    of_weight = (*weight.shape, group, False, True)
+    layouts = _bytes_layouts(sizes.warps, slabs, sizes.features // _UNIT * (2 if gated else 1))
+    return _launch(x, weight.view(torch.int8), scales, of_weight, layouts, slabs, bias, residual, norm, eps, gated, out,
+                   sizes, pdl)  # fmt: skip
+
+
+def _launch(
+    x: Tensor, weight: Tensor, scales: Tensor, of_weight: tuple[int, int, int, bool, bool], layouts: tuple[Any, ...],
+    slabs: int, bias: Tensor | None, residual: Tensor | None, norm: Tensor | None, eps: float, gated: str | None,
+    out: Tensor | None, sizes: CodesRowShape, pdl: bool,
+) -> Tensor:  # fmt: skip
+    """`of_weight`: features, width, columns of a scale, whether there are offsets, and whether it is of bytes."""
+    features, width, group, offsets, is_bytes = of_weight
+    features //= 2 if gated else 1
     if out is None:
         out = torch.empty(1, features, dtype=x.dtype, device=x.device)
-    tiles, slabs = triton.cdiv(features, sizes.features), run_of(weight) // COLUMNS
+    tiles = triton.cdiv(features, sizes.features)
     codes_row_kernel[(triton.cdiv(tiles, sizes.steps),)](
-        weight.words,
-        weight.scales,
+        weight,
+        scales,
         x,
         x if norm is None else norm,
         x if bias is None else bias,
@@ -98,21 +155,23 @@ def linear_codes_row(
         eps,
         tiles,
         features,
-        weight.width,
-        weight.group,
+        width,
+        group,
         slabs,
         sizes.features // _UNIT,
         sizes.warps,
         sizes.steps,
         sizes.ahead,
-        weight.offsets,
+        sizes.fetched,
+        is_bytes,
+        offsets,
         bias is not None,
         residual is not None,
         norm is not None,
         gated is not None,
         KINDS[gated or "silu"],
         pdl,
-        *_layouts(sizes.warps, slabs),
+        *layouts,
         num_warps=sizes.warps,
         maxnreg=sizes.registers,
         **({"launch_pdl": True} if pdl else {}),
@@ -121,9 +180,38 @@ def linear_codes_row(
 
 
 @lru_cache(maxsize=16)
-def _layouts(warps: int, slabs: int) -> tuple[Any, ...]:
-    """How words, sums, the second operand's digits, the row (as it is, and in the digits' order), what warps tell one
-    another and the outputs lie in registers; and what of that lies in shared memory."""
+def _bytes_layouts(warps: int, slabs: int, tiles: int) -> tuple[Any, ...]:
+    """The same as `_layouts` for a weight of fp8."""
+    each = [1 << bit for bit in range(warps.bit_length() - 1)]
+    run = slabs * COLUMNS
+    more = [1 << bit for bit in range(6, run.bit_length() - 1)]
+    # 16 bytes of a feature to a thread, 64 to the four threads that have one feature's operand.
+    words = gl.BlockedLayout([1, 1, 16], [1, 8, 4], [warps, 1, 1], [2, 1, 0])
+    sums = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+    floats = gl.DistributedLinearLayout(
+        [[0, 1 << bit, 0] for bit in range(4)] + [[0, bit, 0] for bit in more],
+        [[0, 16, 0], [0, 32, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]], [[bit, 0, 0] for bit in each], [], [warps, run, 8],
+    )  # fmt: skip
+    row = gl.BlockedLayout([run // 32], [32], [warps], [0])
+    return words, sums, floats, row, row, *_common_layouts(warps, 2, _UNIT * tiles)
+
+
+def _common_layouts(warps: int, rank: int, lines: int) -> tuple[Any, ...]:
+    """What warps tell one another, outputs, lines to fetch; and how the row, of so many dimensions, and the former two
+    lie in shared memory."""
+    found = gl.BlockedLayout([warps], [32], [warps], [0])
+    out = gl.BlockedLayout([warps, 2, 1], [1, 1, 32], [1, 1, warps], [2, 1, 0])
+    bits = [[1 << bit] for bit in range(lines.bit_length() - 1)]
+    few = warps.bit_length() - 1
+    each = gl.DistributedLinearLayout(bits[few:], [[0]] * 5, (bits + [[0]] * few)[:few], [], [lines])
+    places = [gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank)))) for rank in (rank, 1, 3)]
+    return found, out, each, tuple(places)
+
+
+@lru_cache(maxsize=16)
+def _layouts(warps: int, slabs: int, tiles: int) -> tuple[Any, ...]:
+    """How words, sums, the second operand's digits and the row (as it is, and in the digits' order) lie in registers;
+    and the `_common_layouts`."""
     each = [1 << bit for bit in range(warps.bit_length() - 1)]
     words = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 1, 32], [warps, 1, 1, 1], [3, 2, 1, 0])
     sums = gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
@@ -145,7 +233,4 @@ def _layouts(warps: int, slabs: int) -> tuple[Any, ...]:
         return gl.DistributedLinearLayout(*bases, [], [columns])
 
     row, ordered = one([1, 8, *more], {}), one([8, 1, *more], moved)
-    found = gl.BlockedLayout([warps, 2], [1, 32], [1, warps], [1, 0])
-    out = gl.BlockedLayout([warps, 2, 1], [1, 1, 32], [1, 1, warps], [2, 1, 0])
-    places = [gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank)))) for rank in (4, 2, 3)]
-    return words, sums, digits, row, ordered, found, out, tuple(places)
+    return words, sums, digits, row, ordered, *_common_layouts(warps, 4, _LINES * tiles)

@@ -1,9 +1,12 @@
-"""The kernel of `codes_row`, in Gluon: one row times a weight of 4-bit codes, in integers, without a ring.
+"""The kernel of `codes_row`, in Gluon: one row times a weight of 4-bit codes or of fp8, without a ring.
 
-A program owns some output features; its warps share the columns, a run of them at a time. Codes go straight from memory
-to registers, before the kernel before has ended, and are multiplied there as bytes by the tensor cores: a word of eight
-codes is two registers of their first operand after three instructions. Their second operand is the row in three digits
-of 8 bits (22 bits from its largest number's down), a digit to a column: so products and sums of a run are exact.
+A program owns some output features; its warps share the columns, a run of them at a time. The weight goes straight from
+memory to registers, before the kernel before has ended, and becomes the tensor cores' first operand there.
+
+Codes are bytes after three instructions for eight of them; their second operand is the row in three digits of 8 bits
+(22 bits from its largest number's down), a digit to a column: so products and sums of a run are exact. fp8 becomes
+fp16, exactly, by one instruction for two numbers, and so does the row, scaled by a power of two. Digits and powers of
+two are counted from the largest number of a warp's columns, so that no warp waits for another's.
 """
 
 from __future__ import annotations
@@ -29,6 +32,11 @@ _PLANES = gl.constexpr(
 _INTEGERS = gl.constexpr(0x4B400000)
 """The bits of 1.5 * 2 ** 23: integers of up to 22 bits added to them are added to the float too."""
 _FLOAT = gl.constexpr(12582912.0)
+_ASK = gl.constexpr(
+    "{ .reg .pred p, q; .reg .b32 t, l; mov.u32 t, %tid.x; and.b32 l, t, 31; shr.b32 t, t, 5; setp.eq.u32 q, l, 0; "
+    "setp.lt.and.u32 p, t, $3, q; "
+    "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
+)
 
 
 @gluon.jit
@@ -75,6 +83,30 @@ def _digits_of(place, DIGITS: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
+def _operand_of_bytes(weights, SUMS: gl.constexpr):
+    """The same of fp8: the 16 columns that a thread has read are four of each of four instructions."""
+    WARPS: gl.constexpr = weights.shape[0]
+    FEATURES: gl.constexpr = weights.shape[1]
+    WIDE: gl.constexpr = weights.shape[2]
+    floats = weights.to(gl.float8e4nv, bitcast=True).to(gl.float16)
+    floats = floats.reshape([WARPS, FEATURES, WIDE // 64, 4, 4, 2, 2]).permute([0, 1, 2, 4, 5, 3, 6])
+    return gl.convert_layout(
+        floats.reshape([WARPS, FEATURES, WIDE]), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True
+    )
+
+
+@gluon.jit
+def _floats_of(place, DIGITS: gl.constexpr, SUMS: gl.constexpr):
+    """[warps, columns, 8]: the row of a turn in fp16, in that order; all of its eight columns are the same."""
+    held = place.load(gl.SliceLayout(2, DIGITS))
+    WARPS: gl.constexpr = held.shape[0]
+    WIDE: gl.constexpr = held.shape[1]
+    whole, _ = gl.broadcast(held[:, :, None], gl.full((WARPS, WIDE, 8), 0.0, gl.float16, DIGITS))
+    whole = whole.reshape([WARPS, WIDE // 64, 4, 4, 2, 2, 8]).permute([0, 1, 3, 4, 2, 5, 6])
+    return gl.convert_layout(whole.reshape([WARPS, WIDE, 8]), gl.DotOperandLayout(1, SUMS, 2), assert_trivial=True)
+
+
+@gluon.jit
 def _word_places(
     weight, tile, NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr, SLABS: gl.constexpr, TILES: gl.constexpr,
     HALVES: gl.constexpr, WARPS: gl.constexpr, WORDS: gl.constexpr,
@@ -94,20 +126,15 @@ def _word_places(
 
 @gluon.jit
 def _load_codes(
-    weight, scales, tiles, unit: gl.constexpr, TURNS: gl.constexpr, NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr,
-    GROUP: gl.constexpr, SLABS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr, WARPS: gl.constexpr,
-    WORDS: gl.constexpr, SUMS: gl.constexpr,
+    weight, scales, tile, turn: gl.constexpr, NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr,
+    SLABS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr, WARPS: gl.constexpr, WORDS: gl.constexpr,
+    SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Words, and scales [warps, features], of one turn of one of a program's tiles."""
-    turn: gl.constexpr = unit % TURNS
-    ALL: gl.constexpr = TILES * HALVES
-    tile = gl.program_id(0)
-    if unit >= TURNS:  # A step that the program does not have reads the last tile and stores nothing.
-        tile = gl.minimum(tile + unit // TURNS * gl.num_programs(0), tiles - 1)
+    """Words, and scales [warps, features], of one turn of a tile."""
     places = _word_places(weight, tile, NUM_FEATURES, WIDTH, SLABS, TILES, HALVES, WARPS, WORDS)
     places += turn * (WARPS * SLABS * 32)
     run = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
-    row = gl.arange(0, ALL * 16, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :]
+    row = gl.arange(0, TILES * HALVES * 16, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :]
     feature = tile * (TILES * 16) + row % (TILES * 16)
     column = row // (TILES * 16) * NUM_FEATURES + feature
     if (WARPS * SLABS * 64) % GROUP == 0:
@@ -115,23 +142,108 @@ def _load_codes(
         pair += turn * (WARPS * SLABS * 64 // GROUP * NUM_FEATURES * HALVES)
     else:
         pair = scales + ((turn * WARPS + run) * (SLABS * 64) // GROUP * (NUM_FEATURES * HALVES) + column)
-    # What a missing feature is scaled by does not matter: it is not stored.
-    words = gl.load(places, eviction_policy="evict_first")
-    if NUM_FEATURES % (TILES * 16):
-        return words, gl.load(pair, mask=feature < NUM_FEATURES, eviction_policy="evict_first")
+    if (turn + 1) * WARPS * SLABS * 64 > WIDTH:  # Some warps have no run. Words of none are multiplied by zeros.
+        runs: gl.constexpr = WIDTH // (SLABS * 64) - turn * WARPS
+        warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))[:, None, None, None]
+        words = gl.load(places, mask=warp < runs, eviction_policy="evict_first")
+        real = (run < runs) & (feature < NUM_FEATURES)
+        return words, gl.load(pair, mask=real, other=0, eviction_policy="evict_first")
     else:
-        return words, gl.load(pair, eviction_policy="evict_first")
+        words = gl.load(places, eviction_policy="evict_first")
+        if NUM_FEATURES % (TILES * 16):  # What a missing feature is scaled by does not matter: it is not stored.
+            return words, gl.load(pair, mask=feature < NUM_FEATURES, eviction_policy="evict_first")
+        else:
+            return words, gl.load(pair, eviction_policy="evict_first")
 
 
 @gluon.jit
-def _load_row(x, turn: gl.constexpr, ROW: gl.constexpr, COLUMNS: gl.constexpr):
-    return gl.load(x + gl.arange(0, COLUMNS, ROW) + turn * COLUMNS)
+def _load_bytes(
+    weight, scales, tile, turn: gl.constexpr, NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr,
+    SLABS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr, WARPS: gl.constexpr, WORDS: gl.constexpr,
+    SUMS: gl.constexpr,
+):  # fmt: skip
+    """The same of fp8: [warps, features, columns]. Scales: of blocks of columns only."""
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))[:, None, None]
+    row = gl.arange(0, TILES * HALVES * 16, gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :, None]
+    column = gl.arange(0, SLABS * 64, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))[None, None, :]
+    place = (row // (TILES * 16) * NUM_FEATURES + row % (TILES * 16)) * WIDTH + warp * (SLABS * 64) + column
+    places = weight + (tile * (TILES * 16 * WIDTH) + turn * (WARPS * SLABS * 64) + place)
+    runs: gl.constexpr = WIDTH // (SLABS * 64) - turn * WARPS
+    if runs < WARPS:
+        found = gl.load(places, mask=warp < runs, other=0, eviction_policy="evict_first")
+    else:
+        found = gl.load(places, eviction_policy="evict_first")
+    if GROUP:
+        run = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
+        line = gl.arange(0, TILES * HALVES * 16, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :]
+        feature = line // (TILES * 16) * NUM_FEATURES + tile * (TILES * 16) + line % (TILES * 16)
+        block = scales + (feature * (WIDTH // GROUP) + (turn * WARPS + run) * (SLABS * 64) // GROUP)
+        return found, gl.load(block, mask=run < runs, other=0.0)
+    else:
+        return found, tile
 
 
 @gluon.jit
-def _store_digits(values, inverse, place, WARPS: gl.constexpr, SLABS: gl.constexpr, ORDERED: gl.constexpr):
+def _load_turn(
+    weight, scales, tiles, unit: gl.constexpr, TURNS: gl.constexpr, NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr,
+    GROUP: gl.constexpr, SLABS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr, WARPS: gl.constexpr,
+    BYTES: gl.constexpr, WORDS: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """One turn of one of a program's tiles."""
+    tile = gl.program_id(0)
+    if unit >= TURNS:  # A step that the program does not have reads the last tile and stores nothing.
+        tile = gl.minimum(tile + unit // TURNS * gl.num_programs(0), tiles - 1)
+    if BYTES:
+        return _load_bytes(weight, scales, tile, unit % TURNS, NUM_FEATURES, WIDTH, GROUP, SLABS, TILES, HALVES, WARPS,
+                           WORDS, SUMS)  # fmt: skip
+    else:
+        return _load_codes(weight, scales, tile, unit % TURNS, NUM_FEATURES, WIDTH, GROUP, SLABS, TILES, HALVES, WARPS,
+                           WORDS, SUMS)  # fmt: skip
+
+
+@gluon.jit
+def _ask(places, size, lines):
+    """For `size` bytes from each place on, in the L2 cache. One thread of a warp asks, since the copy engine is told
+    of one place at a time."""
+    gl.inline_asm_elementwise(_ASK, "=r,l,r,r", [places.to(gl.uint64), size, lines], dtype=gl.int32, is_pure=False,
+                              pack=1)  # fmt: skip
+
+
+@gluon.jit
+def _fetch(
+    weight, tile, begin: gl.constexpr, end: gl.constexpr, NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr,
+    SLABS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr, WARPS: gl.constexpr, BYTES: gl.constexpr,
+    EACH: gl.constexpr,
+):  # fmt: skip
+    """These turns of a tile come to the L2 cache, so that memory is busy while registers are full. A line is what lies
+    in one piece of a turn: a feature's columns, or a quarter of 16 features' codes."""
+    LINES: gl.constexpr = 16 if BYTES else 4
+    LENGTH: gl.constexpr = WIDTH if BYTES else WIDTH // 2
+    TURN: gl.constexpr = WARPS * SLABS * (64 if BYTES else 32)
+    SIZE: gl.constexpr = (min(end * TURN, LENGTH) - begin * TURN) * (1 if BYTES else 4)
+    line = gl.arange(0, TILES * HALVES * LINES, EACH)
+    line = line // (TILES * LINES) * (NUM_FEATURES // 16 * LINES) + line % (TILES * LINES)
+    places = weight + ((tile * (TILES * LINES) + line) * LENGTH + begin * TURN)
+    size = gl.full((TILES * HALVES * LINES,), SIZE, gl.int32, EACH)
+    _ask(places, size, gl.full((TILES * HALVES * LINES,), TILES * HALVES * LINES, gl.int32, EACH))
+
+
+@gluon.jit
+def _load_row(
+    x, turn: gl.constexpr, AGAIN: gl.constexpr, ROW: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr
+):
+    """AGAIN: said otherwise than the first time, or the compiler would take both loads for one."""
+    place = gl.arange(0, COLUMNS, ROW) + turn * COLUMNS
+    if (turn + 1) * COLUMNS > WIDTH:
+        return gl.load(x + place, mask=place < WIDTH, other=0.0, cache_modifier=".ca" if AGAIN else "")
+    else:
+        return gl.load(x + place, cache_modifier=".ca" if AGAIN else "")
+
+
+@gluon.jit
+def _store_digits(values, place, WARPS: gl.constexpr, SLABS: gl.constexpr, ORDERED: gl.constexpr):
     """Columns of the row as integers of 22 bits and a sign, of which the digits lie as the codes of a thread do."""
-    whole = (values * inverse + _FLOAT).to(gl.int32, bitcast=True)
+    whole = (values + _FLOAT).to(gl.int32, bitcast=True)
     # Digits are bytes less 128: what that takes from their sum is added before.
     whole = whole + (0x808080 - _INTEGERS)
     whole = whole.reshape([WARPS * SLABS, 4, 2, 4, 2]).permute([0, 3, 1, 4, 2]).reshape([WARPS * SLABS * 64])
@@ -141,23 +253,20 @@ def _store_digits(values, inverse, place, WARPS: gl.constexpr, SLABS: gl.constex
 
 
 @gluon.jit
-def _over_warps(values, places, ALL: gl.constexpr):
-    """[warps, numbers] of which each warp has a part: to all threads, all warps' numbers of a column in one thread."""
-    places.store(values)
-    return places.load(ALL)
-
-
-@gluon.jit
 def _prepare(
-    x, gain, gains, digits, shared, TURNS: gl.constexpr, WARPS: gl.constexpr, SLABS: gl.constexpr, NORM: gl.constexpr,
-    ROW: gl.constexpr, ORDERED: gl.constexpr, FOUND: gl.constexpr,
+    x, gain, gains, places, found, TURNS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, SLABS: gl.constexpr,
+    BYTES: gl.constexpr, NORM: gl.constexpr, ROW: gl.constexpr, ORDERED: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """The row's digits to shared memory; what one of the last digit stands for, and the sum of the row's squares."""
-    COLUMNS: gl.constexpr = WARPS * SLABS * 64
-    HELD: gl.constexpr = TURNS <= 4
+    """The row to shared memory, with a norm each warp's sum of squares too; what a one of it stands for, of each
+    warp."""
+    RUN: gl.constexpr = SLABS * 64
+    COLUMNS: gl.constexpr = WARPS * RUN
+    HELD: gl.constexpr = TURNS <= 5
+    TOP: gl.constexpr = 14 if BYTES else 21
+    LAST: gl.constexpr = 14 if BYTES else 21 + 4
     rows = ()
     for turn in gl.static_range(TURNS):
-        rows = rows + (_load_row(x, turn, ROW, COLUMNS),)  # type: ignore[assignment]  # noqa: RUF005
+        rows = rows + (_load_row(x, turn, False, ROW, COLUMNS, WIDTH),)  # type: ignore[assignment]  # noqa: RUF005
     values = ()
     most = gl.full((COLUMNS,), 0, gl.int32, ROW)
     squares = gl.full((COLUMNS,), 0.0, gl.float32, ROW)
@@ -170,28 +279,30 @@ def _prepare(
         most = gl.maximum(most, value.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
         if HELD:
             values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
-    largest = gl.max(most.reshape([WARPS, SLABS * 64]), 1)
-    square = gl.sum(squares.reshape([WARPS, SLABS * 64]), 1).to(gl.int32, bitcast=True)
-    found = _over_warps(gl.join(largest, square), shared, FOUND)
-    largest, square = gl.split(found)
-    largest = gl.max(largest, 0)
-    # The power of two below the largest number becomes 2 ** 21, so most of a row's numbers stay as they are.
+    largest = gl.max(most.reshape([WARPS, RUN]), 1)
+    # The power of two below the largest number becomes 2 ** TOP, so most of a row's numbers stay as they are.
     power = gl.maximum(largest & 0x7F800000, 26 << 23)
-    inverse = ((148 << 23) - power + (127 << 23)).to(gl.float32, bitcast=True)
-    last = gl.where(largest < 0x7F800000, power - (21 + 4 << 23), 0x7FC00000).to(gl.float32, bitcast=True)
+    inverse = ((127 + TOP << 23) - power + (127 << 23)).to(gl.float32, bitcast=True)
+    last = gl.where(largest < 0x7F800000, power - (LAST << 23), 0x7FC00000).to(gl.float32, bitcast=True)
     for turn in gl.static_range(TURNS):
         if HELD:
             value = values[turn]
-        else:  # Of a long row registers for all of it would be those of codes: it is read again, from the cache.
-            value = _load_row(x, turn, ROW, COLUMNS).to(gl.float32)
+        else:  # Of a long row registers for all of it would be those of weights: it is read again, from the cache.
+            value = _load_row(x, turn, True, ROW, COLUMNS, WIDTH).to(gl.float32)
             if NORM:
-                value = value * _load_row(gain, turn, ROW, COLUMNS).to(gl.float32)
-        _store_digits(value, inverse, digits[turn].index(0), WARPS, SLABS, ORDERED)
-    return last, gl.sum(square.to(gl.float32, bitcast=True), 0)
+                value = value * _load_row(gain, turn, True, ROW, COLUMNS, WIDTH).to(gl.float32)
+        value = value.reshape([WARPS, RUN]) * inverse[:, None]
+        if BYTES:
+            places[turn].index(0).store(value.to(gl.float16))
+        else:
+            _store_digits(value, places[turn].index(0), WARPS, SLABS, ORDERED)
+    if NORM:
+        found.store(gl.sum(squares.reshape([WARPS, RUN]), 1))
+    return gl.convert_layout(last, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)), assert_trivial=True)
 
 
 @gluon.jit
-def _add_run(sums, words, scales, digits, OFFSETS: gl.constexpr, KIND: gl.constexpr, SUMS: gl.constexpr):
+def _add_codes(sums, words, scales, digits, OFFSETS: gl.constexpr, KIND: gl.constexpr, SUMS: gl.constexpr):
     """Sums plus those of a run of columns: of codes times its scale, of the row's digits times its offset."""
     zero = gl.full(sums.shape, _INTEGERS, gl.int32, SUMS)
     run = mma_v2(_operand(words, SUMS), digits, zero).to(gl.float32, bitcast=True) - _FLOAT
@@ -206,27 +317,46 @@ def _add_run(sums, words, scales, digits, OFFSETS: gl.constexpr, KIND: gl.conste
 
 
 @gluon.jit
-def _finish(
-    sums, shared, added, bias, out, feature, real, last, NUM_FEATURES: gl.constexpr, BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, SUMS: gl.constexpr, OUT: gl.constexpr,
-):  # fmt: skip
-    """The outputs of a tile: all warps' sums, all digits; bias, gate, residual."""
-    FEATURES: gl.constexpr = feature.shape[0]
+def _add_bytes(sums, weights, scales, row, GROUP: gl.constexpr, SUMS: gl.constexpr):
+    """The same of fp8; without blocks of columns scales are those of features, which count at the end."""
+    if GROUP:
+        run = mma_v2(_operand_of_bytes(weights, SUMS), row, gl.full(sums.shape, 0.0, gl.float32, SUMS))
+        return sums + run * scales[:, :, None]
+    else:
+        return mma_v2(_operand_of_bytes(weights, SUMS), row, sums)
+
+
+@gluon.jit
+def _sum_of(sums, last, shared, factor, FEATURES: gl.constexpr, BYTES: gl.constexpr, SUMS: gl.constexpr,
+            OUT: gl.constexpr):  # fmt: skip
+    """[halves, features]: of all warps, and of all digits."""
     digit = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))
-    weight = gl.where(digit == 0, 1.0, gl.where(digit == 1, 256.0, gl.where(digit == 2, 65536.0, 0.0)))
-    mine = gl.sum(sums * weight[None, None, :], 2).to(gl.int32, bitcast=True)
-    mine = mine.reshape([sums.shape[0], sums.shape[1] // FEATURES, FEATURES])
-    whole = gl.sum(_over_warps(mine, shared, OUT).to(gl.float32, bitcast=True), 0) * last
+    if BYTES:
+        weight = gl.where(digit == 0, 1.0, 0.0)
+    else:
+        weight = gl.where(digit == 0, 1.0, gl.where(digit == 1, 256.0, gl.where(digit == 2, 65536.0, 0.0)))
+    mine = gl.sum(sums * weight[None, None, :], 2) * last[:, None]
+    shared.store(mine.reshape([sums.shape[0], sums.shape[1] // FEATURES, FEATURES]))
+    return gl.sum(shared.load(OUT), 0) * factor
+
+
+@gluon.jit
+def _finish(
+    whole, added, channels, bias, out, feature, real, NUM_FEATURES: gl.constexpr, BIAS: gl.constexpr,
+    RESIDUAL: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """The outputs of a tile: scales of features, bias, gate, residual."""
     if GATED:
         gate, up = gl.split(whole.permute([1, 0]))
-        gate = gl.convert_layout(gate, gl.SliceLayout(0, gl.SliceLayout(1, OUT)), assert_trivial=True)
-        up = gl.convert_layout(up, gl.SliceLayout(0, gl.SliceLayout(1, OUT)), assert_trivial=True)
+        gate = gl.convert_layout(gate, gl.SliceLayout(0, gl.SliceLayout(1, OUT)), assert_trivial=True) * channels[0]
+        up = gl.convert_layout(up, gl.SliceLayout(0, gl.SliceLayout(1, OUT)), assert_trivial=True) * channels[1]
         if BIAS:
             gate += gl.load(bias + feature, mask=real, other=0.0).to(gl.float32)
             up += gl.load(bias + NUM_FEATURES + feature, mask=real, other=0.0).to(gl.float32)
         result = activate(gate, KIND) * up
     else:
         result = gl.convert_layout(gl.sum(whole, 0), gl.SliceLayout(0, gl.SliceLayout(1, OUT)), assert_trivial=True)
+        result = result * channels[0]
         if BIAS:
             result += gl.load(bias + feature, mask=real, other=0.0).to(gl.float32)
         if RESIDUAL:
@@ -234,40 +364,60 @@ def _finish(
     gl.store(out + feature, result.to(out.dtype.element_ty), mask=real)
 
 
+@gluon.jit
+def _allocate(TURNS: gl.constexpr, WARPS: gl.constexpr, SLABS: gl.constexpr, BYTES: gl.constexpr, PLACE: gl.constexpr):
+    """Of every turn a place for the row: places of one allocation would be filled with a barrier between any two."""
+    places = ()
+    for _ in gl.static_range(TURNS):
+        if BYTES:
+            place = gl.allocate_shared_memory(gl.float16, [1, WARPS, SLABS * 64], PLACE)
+        else:
+            place = gl.allocate_shared_memory(gl.int8, [1, WARPS, SLABS, 4, 64], PLACE)
+        places = places + (place,)  # type: ignore[assignment]  # noqa: RUF005
+    return places
+
+
 @gluon.jit(do_not_specialize=["tiles"])
 def codes_row_kernel(
     weight, scales, x, gain, bias, residual, out, eps, tiles,
     NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, SLABS: gl.constexpr, TILES: gl.constexpr,
-    WARPS: gl.constexpr, STEPS: gl.constexpr, AHEAD: gl.constexpr, OFFSETS: gl.constexpr, BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, PDL: gl.constexpr,
-    WORDS: gl.constexpr, SUMS: gl.constexpr, DIGITS: gl.constexpr, ROW: gl.constexpr, ORDERED: gl.constexpr,
-    FOUND: gl.constexpr, OUT: gl.constexpr, PLACES: gl.constexpr,
+    WARPS: gl.constexpr, STEPS: gl.constexpr, AHEAD: gl.constexpr, FETCHED: gl.constexpr, BYTES: gl.constexpr,
+    OFFSETS: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr,
+    KIND: gl.constexpr, PDL: gl.constexpr, WORDS: gl.constexpr, SUMS: gl.constexpr, DIGITS: gl.constexpr,
+    ROW: gl.constexpr, ORDERED: gl.constexpr, FOUND: gl.constexpr, OUT: gl.constexpr, EACH: gl.constexpr,
+    PLACES: gl.constexpr,
 ):  # fmt: skip
-    """TILES * 16 outputs at a time, STEPS times; AHEAD: turns that are loaded before the first is multiplied."""
+    """TILES * 16 outputs at a time, STEPS times; AHEAD: turns that are loaded before the first is multiplied; FETCHED:
+    turns after those that come to the L2 cache before. GROUP of fp8: columns of a scale, or 0."""
     HALVES: gl.constexpr = 2 if GATED else 1
-    TURNS: gl.constexpr = WIDTH // (WARPS * SLABS * 64)
-    digits = ()
-    for _ in gl.static_range(TURNS):  # Places of one allocation would be filled with a barrier between any two.
-        place = gl.allocate_shared_memory(gl.int8, [1, WARPS, SLABS, 4, 64], PLACES[0])
-        digits = digits + (place,)  # type: ignore[assignment]  # noqa: RUF005
-    found = gl.allocate_shared_memory(gl.int32, [1, WARPS, 2], PLACES[1])
-    shared = gl.allocate_shared_memory(gl.int32, [2, WARPS, HALVES, TILES * 16], PLACES[2])
+    COLUMNS: gl.constexpr = WARPS * SLABS * 64
+    TURNS: gl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    PLACE: gl.constexpr = PLACES[0]
+    places = _allocate(TURNS, WARPS, SLABS, BYTES, PLACE)
+    found = gl.allocate_shared_memory(gl.float32, [1, WARPS], PLACES[1])
+    shared = gl.allocate_shared_memory(gl.float32, [2, WARPS, HALVES, TILES * 16], PLACES[2])
     held = ()
     for unit in gl.static_range(min(AHEAD, STEPS * TURNS)):
         held = held + (  # type: ignore[assignment]  # noqa: RUF005
-            _load_codes(weight, scales, tiles, unit, TURNS, NUM_FEATURES, WIDTH, GROUP, SLABS, TILES, HALVES, WARPS,
-                        WORDS, SUMS),
+            _load_turn(weight, scales, tiles, unit, TURNS, NUM_FEATURES, WIDTH, GROUP, SLABS, TILES, HALVES, WARPS,
+                       BYTES, WORDS, SUMS),
         )  # fmt: skip
+    for step in gl.static_range(STEPS):
+        if max(AHEAD - step * TURNS, 0) < min(AHEAD + FETCHED - step * TURNS, TURNS):
+            tile = gl.minimum(gl.program_id(0) + step * gl.num_programs(0), tiles - 1)
+            _fetch(weight, tile, max(AHEAD - step * TURNS, 0), min(AHEAD + FETCHED - step * TURNS, TURNS), NUM_FEATURES,
+                   WIDTH, SLABS, TILES, HALVES, WARPS, BYTES, EACH)  # fmt: skip
     gains = ()
     if NORM:
         for turn in gl.static_range(TURNS):
-            gains = gains + (_load_row(gain, turn, ROW, WARPS * SLABS * 64),)  # type: ignore[assignment]  # noqa: RUF005
+            gains = gains + (_load_row(gain, turn, False, ROW, COLUMNS, WIDTH),)  # type: ignore[assignment]  # noqa: RUF005
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    last, squares = _prepare(x, gain, gains, digits, found.index(0), TURNS, WARPS, SLABS, NORM, ROW, ORDERED, FOUND)
+    last = _prepare(x, gain, gains, places, found.index(0), TURNS, WIDTH, WARPS, SLABS, BYTES, NORM, ROW, ORDERED, SUMS)
+    factor = 1.0
     if NORM:
-        last = last * gl.rsqrt(squares / WIDTH + eps)
+        factor = gl.rsqrt(gl.sum(found.index(0).load(FOUND), 0) / WIDTH + eps)
     for step in gl.static_range(STEPS):
         tile = gl.program_id(0) + step * gl.num_programs(0)
         feature = tile * (TILES * 16) + gl.arange(0, TILES * 16, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))
@@ -275,15 +425,22 @@ def codes_row_kernel(
         added = feature
         if RESIDUAL:
             added = gl.load(residual + feature, mask=real, other=0.0)
+        channels = (1.0, 1.0)
+        if BYTES and GROUP == 0:
+            channels = (gl.load(scales + feature, mask=real, other=0.0),
+                        gl.load(scales + (HALVES - 1) * NUM_FEATURES + feature, mask=real, other=0.0))  # fmt: skip
         sums = gl.zeros((WARPS, TILES * HALVES * 16, 8), gl.float32, SUMS)
         for turn in gl.static_range(TURNS):
             if step * TURNS + turn + AHEAD < STEPS * TURNS:
                 held = held + (  # type: ignore[assignment]  # noqa: RUF005
-                    _load_codes(weight, scales, tiles, step * TURNS + turn + AHEAD, TURNS, NUM_FEATURES, WIDTH, GROUP,
-                                SLABS, TILES, HALVES, WARPS, WORDS, SUMS),
+                    _load_turn(weight, scales, tiles, step * TURNS + turn + AHEAD, TURNS, NUM_FEATURES, WIDTH, GROUP,
+                               SLABS, TILES, HALVES, WARPS, BYTES, WORDS, SUMS),
                 )  # fmt: skip
             words, pairs = held[step * TURNS + turn]  # type: ignore[var-annotated]
-            row = _digits_of(digits[turn].index(0), DIGITS, SUMS)
-            sums = _add_run(sums, words, pairs, row, OFFSETS, out.dtype.element_ty, SUMS)
-        _finish(sums, shared.index(step % 2), added, bias, out, feature, real, last, NUM_FEATURES, BIAS, RESIDUAL,
-                GATED, KIND, SUMS, OUT)  # fmt: skip
+            if BYTES:
+                sums = _add_bytes(sums, words, pairs, _floats_of(places[turn].index(0), DIGITS, SUMS), GROUP, SUMS)
+            else:
+                sums = _add_codes(sums, words, pairs, _digits_of(places[turn].index(0), DIGITS, SUMS), OFFSETS,
+                                  out.dtype.element_ty, SUMS)  # fmt: skip
+        whole = _sum_of(sums, last, shared.index(step % 2), factor, TILES * 16, BYTES, SUMS, OUT)
+        _finish(whole, added, channels, bias, out, feature, real, NUM_FEATURES, BIAS, RESIDUAL, GATED, KIND, OUT)

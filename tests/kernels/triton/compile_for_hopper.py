@@ -27,6 +27,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 
 from quire.bench.gpu import tune_fixed, tune_prefetch  # noqa: E402
+from quire.bench.gpu.row_shapes import row_shapes  # noqa: E402
 from quire.kernels.growth import Growing, JudgedRows, NodeRows  # noqa: E402
 from quire.kernels.kv_spec import KVSpec  # noqa: E402
 from quire.kernels.quantized import QuantizedWeight  # noqa: E402
@@ -206,6 +207,17 @@ def streams(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
                 sizes=linear_stream.StreamShape(*shape), pdl=True)
 
 
+def byte_rows(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """One row of fp8, as one that the tuner tries: an output projection, and gate and up with their norm."""
+    for name, outputs, gated in (("byte row", 4096, None), ("byte row gated", 24576, "silu")):
+        weight = torch.empty(1, dtype=torch.float8_e4m3fn).expand(outputs, 4096)
+        x, gain = torch.empty(1, 4096, dtype=dtype), torch.empty(4096, dtype=dtype) if gated else None
+        residual = None if gated else torch.empty(1, outputs, dtype=dtype)
+        sizes = next(shape for shape in row_shapes(weight, gated is not None) if shape.fetched and shape.steps < 6)
+        yield name, partial(codes_row.linear_bytes_row, x, weight, torch.empty(outputs), None, residual, norm=gain,
+                            gated=gated, sizes=sizes, pdl=True)
+
+
 def hopper_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Kernels of many rows in deterministic mode: every tile that `tune_fixed` tries, and prefill attention."""
     scratch = linear_prefetch.PrefetchScratch.allocate("cpu", 9 << 20)
@@ -277,6 +289,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     if not small:
         yield from code_rows(dtype)
         yield from streams(dtype)
+        yield from byte_rows(dtype)
         yield from prefetch(dtype)
         yield from fixed(dtype)
         yield from tiles(dtype)
@@ -502,7 +515,7 @@ def variants(dtype: torch.dtype) -> dict[str, int]:
 def main() -> None:
     found: dict[str, Any] = {}
     linear_fixed.capability = lambda device: (9, 0)
-    only = {torch.float32: ("exact", "mixed"), torch.float16: ("prefetch few", "code row", "few decode")}
+    only = {torch.float32: ("exact", "mixed"), torch.float16: ("prefetch few", "code row", "byte row", "few decode")}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for name, launch in launches(dtype):
             if name not in only.get(dtype, (name,)):
@@ -518,6 +531,7 @@ def main() -> None:
                 "bulk_copies": bulk_copies(kernels[0]), "machine_copies": machine_copies(operations),
                 "multiplications": multiplications(kernels[0]), "instructions": len(operations),
                 "early_loads": early_loads(whole), "byte_products": operations.count("IMMA"),
+                "from_fp8": whole.count("F2FP.F16.E4M3.UNPACK_B"), "asked": whole.count("UBLKPF.L2"),
                 "drains": operations.count("WARPGROUP") and waits(instructions(kernels[0])),
             }  # fmt: skip
     found["variants"] = {str(dtype)[6:]: variants(dtype) for dtype in (torch.bfloat16, torch.float32)}

@@ -193,17 +193,15 @@ class Program:
         view.one.store(view.data, value.data, self.baton.step())
 
     def multiply_registers(self, a: Value, b: Value, acc: Value) -> Value:
-        """Operands and sums in registers, matrices or (of bytes always) a batch of them: it is done when it returns."""
+        """Operands and sums in registers, one matrix or a batch of them: it is done when it returns."""
         self.baton.step()
-        (m, k), n = a.shape[-2:], b.shape[-1]
-        demand(b.shape == [*a.shape[:-2], k, n] and acc.shape == [*a.shape[:-1], n],
-               f"{a.shape} by {b.shape} to {acc.shape}")
-        floats = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16) and acc.dtype == torch.float32
-        bytes_of = a.dtype == b.dtype == torch.int8 and acc.dtype == torch.int32 and len(a.shape) == 3
-        demand((floats or bytes_of) and not (m % 16 or n % 8 or k % (16 if floats else 32)),
-               "no such MMA of the tensor cores known here")
-        kind = torch.float32 if floats else torch.int32
-        return Value(a.data.to(kind) @ b.data.to(kind) + acc.data)
+        (*batch, m, k), n = a.shape, b.shape[-1]
+        demand([b.shape, acc.shape] == [[*batch, k, n], [*batch, m, n]], f"{a.shape} by {b.shape} to {acc.shape}")
+        floats = a.dtype == b.dtype in (torch.bfloat16, torch.float16) and acc.dtype == torch.float32 and not k % 16
+        known = floats or (a.dtype == b.dtype == torch.int8 and acc.dtype == torch.int32 and not k % 32)
+        demand(known and not (m % 16 or n % 8), "no such MMA of the tensor cores known here")
+        wide = a.data.float() if floats else a.data.int()
+        return Value(torch.matmul(wide, b.data.to(wide.dtype)) + acc.data)
 
     def load(
         self, pointer: Pointer, mask: Value | None = None, other: Any = 0, cache_modifier: str = "",

@@ -21,7 +21,7 @@ from quire.kernels.triton.norm import rms_norm_reference
 from quire.ops.triton import TritonOps
 from tests.kernels.triton import ptx
 from tests.kernels.triton.gluon_interpreter import interpreting
-from tests.kernels.triton.gluon_memory import Value
+from tests.kernels.triton.gluon_memory import Pointer, Value
 from tests.kernels.triton.test_linear_codes import reversed_range, weight_of
 
 KINDS = ["silu", "gelu_tanh", "gelu", "relu"]
@@ -45,8 +45,17 @@ def activated(x: Value, kind: int) -> Value:
     return Value(act_mul_reference(pairs, KINDS[kind]).reshape(x.data.shape))
 
 
+def asked(places: Pointer, size: Value, lines: Value) -> None:
+    """The copy engine takes 16 bytes or a multiple, from a multiple on, of what there is."""
+    first = places.checked(None)[0] * places.flat.element_size()
+    last = first + size.data.long()
+    assert bool((size.data > 0).all()) and not int(((first | size.data) % 16).sum()) and lines.data[0] == len(first)
+    assert int(last.max()) <= places.flat.nbytes and len(set(first.tolist())) == len(first)
+
+
 ASSEMBLY = {
     "_bytes": assembled(kernel._BYTES.value, 8), "_planes": assembled(kernel._PLANES.value, 3), "activate": activated,
+    "_ask": asked,
 }  # fmt: skip
 
 
@@ -70,6 +79,8 @@ def row(width: int, seed: int = 0) -> Tensor:
         (128, 2048, 2048, True, CodesRowShape(64, 4, 2)),
         (96, 384, 192, False, CodesRowShape(32, 2, 1, 2)),
         (48, 1536, 128, True, CodesRowShape(16, 2, 2, 4)),
+        (80, 1152, 128, True, CodesRowShape(16, 4, 3, 2, 0, 5)),  # nine runs: the last turn is one warp's
+        (128, 1408, 128, False, CodesRowShape(32, 8, 2, 1, 0, 1)),
     ],
 )
 def test_products_with_codes_are_those_with_the_floats_they_stand_for(
@@ -125,10 +136,10 @@ def _widened(packed: PackedCodes) -> Tensor:
     return packed.scales.view(packed.dtype).view(-1, packed.features, 2).transpose(0, 1)
 
 
-@pytest.mark.parametrize(("steps", "width"), [(1, 512), (2, 512), (1, 1280)])
+@pytest.mark.parametrize(("steps", "width"), [(1, 512), (2, 512), (1, 1536)])
 @pytest.mark.parametrize("kind", [None, "silu", "gelu_tanh"])
 def test_norm_and_gate_are_those_of_kernels_of_their_own(kind: str | None, steps: int, width: int) -> None:
-    """A row of one turn, and one of five, which is not held in registers."""
+    """A row of one turn, and one of six, which is not held in registers."""
     x, gain = row(width) * 3, 1 + row(width, 1)[0].float() / 8
     packed = pack(plain_weight(96, width, offsets=False), x.dtype)
     want = rms_norm_reference(x.float(), gain, 1e-5) @ unpacked(packed).float().t()

@@ -9,6 +9,7 @@ from quire.bench.gpu.cases import MODELS
 from quire.bench.gpu.tune import weights_of
 from quire.kernels.triton.codes_row import CodesRowShape
 from quire.kernels.triton.gemm_table import (
+    FP8,
     GATED,
     INT4,
     NORM,
@@ -26,7 +27,8 @@ from quire.kernels.triton.linear_row import RowShape
 from quire.kernels.triton.linear_stream import StreamShape
 
 KERNELS = {"row": RowShape, "norm_then_row": RowShape, "prefetch": PrefetchShape, "codes": CodesShape, "vector": tuple,
-           "library": tuple, "codes_row": CodesRowShape, "norm_then_codes_row": CodesRowShape, "stream": StreamShape}
+           "library": tuple, "codes_row": CodesRowShape, "norm_then_codes_row": CodesRowShape,
+           "bytes_row": CodesRowShape, "stream": StreamShape}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
@@ -36,6 +38,7 @@ def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
         assert not entry.choice.kernel.endswith("row") or entry.rows == 1
         assert not entry.choice.kernel.startswith("norm_then") or not entry.form.endswith(PLAIN)
         assert ("codes" not in entry.choice.kernel) or entry.form.startswith(INT4)
+        assert ("bytes" not in entry.choice.kernel) or entry.form.startswith(FP8)
         assert entry.choice.kernel != "vector" or entry.rows in (2, 4)
 
 
@@ -144,16 +147,22 @@ def test_every_prefetching_gemm_fits_the_chip(monkeypatch: pytest.MonkeyPatch) -
         assert linear_prefetch.fits(x, weight, PrefetchShape(*shape), scratch), (rows, features, width, shape)
 
 
-def test_the_tuner_tries_several_kernels_of_one_row_on_every_weight_of_4_bits() -> None:
-    """And none that a compiler could not give registers."""
-    from quire.bench.gpu.gemm import _LEAST_PROGRAMS, row_shapes
+@pytest.mark.parametrize("coded", [True, False])
+def test_the_tuner_tries_several_kernels_of_one_row_on_every_weight_of_4_bits_and_of_fp8(coded: bool) -> None:
+    """Not many, since each is compiled; all programs of most run at once; and none has too few registers."""
+    from quire.bench.gpu.row_shapes import LEAST_PROGRAMS, row_shapes
     from quire.kernels.triton.linear_codes import PackedCodes
 
     for model in MODELS:
         for form, features, width in weights_of(model)[:4] if model not in UNTUNED else ():
             words = torch.empty(0, dtype=torch.int32)
-            weight = PackedCodes(words, words, features, width, 128, torch.bfloat16)
-            shapes = row_shapes(weight, form == "gated")
-            enough = features // (2 if form == "gated" else 1) >= 16 * _LEAST_PROGRAMS
-            assert len(shapes) == len(set(shapes)) and (len(shapes) >= 5 if enough else not shapes)
+            weight = PackedCodes(words, words, features, width, 128, torch.bfloat16) if coded else torch.empty(
+                1, dtype=torch.float8_e4m3fn).expand(features, width)
+            shapes, outputs = row_shapes(weight, form == "gated"), features // (2 if form == "gated" else 1)
+            least = 0 if outputs < 16 * LEAST_PROGRAMS else 1 if width < 4096 else 3
+            assert len(shapes) == len(set(shapes)) and least <= len(shapes) <= 12 * min(least, 1)
             assert all(shape.registers is None or 32 <= shape.registers <= 255 for shape in shapes)
+            at_once = [shape for shape in shapes if shape.programs * 132 * shape.features * shape.steps >= outputs]
+            assert len(at_once) >= least - 1
+            # A narrow weight's turns are all in registers: nothing is left to fetch.
+            assert any(shape.fetched for shape in shapes) or width < 4096
