@@ -88,14 +88,10 @@ class Trainer:
         self._device = target.device
         self._dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         lengths = texts.lengths()
-        usable = [i for i, length in enumerate(lengths) if length - int(texts.answers[i]) > options.depth]
-        held = max(1, int(len(usable) * _HELD_OUT))
-        if len(usable) < 2:
-            raise ConfigError("there are not enough texts to train on: give more --data, or a larger --self", "data")
+        self._held, self._trained = _parted(texts, lengths, options.depth)
         self._texts, self._lengths = texts, [min(length, options.max_length) for length in lengths]
         self._tokens = F.pad(texts.tokens, (0, 1))  # and one for padding
-        self._remembered = Remembered(target, len(texts.tokens))
-        self._held, self._trained = usable[:held], usable[held:]
+        self._remembered = Remembered(target, texts.begins[1:].tolist())
         vocab = target.decoder.spec.vocab_size
         self.guessed = texts.commonest(min(options.draft_vocab, vocab), vocab)
         self._rows = target.head_rows(self.guessed).to(self._dtype)
@@ -104,8 +100,11 @@ class Trainer:
         self._place = self._place.to(self._device)
         self.head = self._new_head().to(self._device)
         fused = self._device.type == "cuda"
-        self._optimizer = torch.optim.AdamW(self.head.parameters(), options.learning_rate, (0.9, 0.95),
-                                            weight_decay=0.01, fused=fused)
+        matrices, vectors = ([part for part in self.head.parameters() if (part.dim() > 1) == wide]
+                             for wide in (True, False))
+        self._optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            options.learning_rate, (0.9, 0.95), fused=fused)
         self.step = 0
         self._seconds_before = 0.0
         """Of training, by runs before this one."""
@@ -155,13 +154,16 @@ class Trainer:
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
     def _epoch(self, epoch: int) -> list[list[int]]:
-        """Batches of texts of nearly one length, in an order of this epoch's own."""
+        """Batches of texts of nearly one length, in an order of this epoch's own. Texts that the target has to read
+        again are not beside those that it need not."""
         shuffled = random.Random(f"{self.options.seed}-{epoch}")
         order = list(self._trained)
         shuffled.shuffle(order)
-        order.sort(key=lambda i: -(-self._lengths[i] // _ROUND_LENGTH))
+        order.sort(key=lambda i: (self._remembered.keeps(i), -(-self._lengths[i] // _ROUND_LENGTH)))
         batches: list[list[int]] = [[]]
         for index in order:
+            if batches[-1] and self._remembered.keeps(index) != self._remembered.keeps(batches[-1][0]):
+                batches.append([])
             longest = -(-self._lengths[index] // _ROUND_LENGTH) * _ROUND_LENGTH  # none before it is longer
             if batches[-1] and longest * (len(batches[-1]) + 1) > self.options.batch_tokens:
                 batches.append([])
@@ -351,6 +353,19 @@ class Trainer:
         part = folder / "model.safetensors.part"
         save_file(tensors, part, metadata={"format": "pt"})
         part.replace(folder / "model.safetensors")
+
+
+def _parted(texts: Texts, lengths: list[int], depth: int) -> tuple[list[int], list[int]]:
+    """Texts that are long enough: those that are held out, and those to train on. At least one of each."""
+    usable = [i for i, (length, answer) in enumerate(zip(lengths, texts.answers.tolist(), strict=True))
+              if length - answer > depth]
+    if len(usable) < 2:
+        raise ConfigError("there are not enough texts to train on: give more --data, or a larger --self", "data")
+    apart = texts.held_out(_HELD_OUT)
+    held, trained = [i for i in usable if apart[i]], [i for i in usable if not apart[i]]
+    if not held or not trained:
+        return usable[:1], usable[1:]
+    return held, trained
 
 
 def _plain(options: TrainingOptions) -> dict[str, Any]:
