@@ -1,7 +1,7 @@
-"""Makes the texts that a head is trained on, in this process or in several, each with an engine of its own.
+"""Makes the texts that a head is trained on, in this process or in several, each with the model of its own.
 
-On a GPU answers are made in lockstep (`lockstep.py`), elsewhere by an engine. Both wait for Python now and then: several
-processes on one GPU make more tokens. A process is told all it needs as JSON, and leaves its texts in a file.
+On a GPU answers are made in lockstep (`lockstep.py`), elsewhere by an engine. Both wait for Python now and then, so
+several processes on one GPU make more tokens. A process is told all it needs as JSON, and leaves its texts in a file.
 """
 
 from __future__ import annotations

@@ -193,4 +193,4 @@ class LockstepGenerator(Generator):
         self.agreed = same / total
         self._checked.clear()
         if self.agreed < _AGREED:
-            raise EngineError(f"answers in lockstep are not the target's: it would say {self.agreed:.1%} of their tokens")
+            raise EngineError(f"answers in lockstep are not the target's: it would say {self.agreed:.1%} of the tokens")

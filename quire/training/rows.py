@@ -1,7 +1,7 @@
 """A batch of rows that say one token each in a step, by the target's own decoder, without any Python for a token.
 
-A row is a place with its own part of the KV cache. A step on a GPU is one captured graph that reads its tokens where the
-last one left them; the host looks at what was drawn every `CHUNK` steps.
+A row is a place with its own part of the KV cache. A step on a GPU is one captured graph that reads its tokens where
+the last one left them; the host looks at what was drawn every `CHUNK` steps.
 """
 
 from __future__ import annotations

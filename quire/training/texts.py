@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.sampling.params import SamplingParams
-from quire.training.questions import question
+from quire.training.questions import Exchange, Question, question
 
 _MARK = "\u2063the question\u2063"
 _TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.7, 1.0)
@@ -159,15 +159,18 @@ class Said:
 class Job:
     prompt: str | list[int]
     params: SamplingParams
-    begins: str | None = None
-    """Of a question that the model makes up: its first words. None: an answer."""
+    asked: str = ""
+    """The user's last words, where this is their answer."""
+    unfinished: Question | None = None
+    """A question that the model goes on with; None: this is an answer."""
 
 
 class Generator:
     """Lets the engine answer; everything it draws is a function of the seed. A place in the batch that gets free goes
     to the next at once. When the time is up answers end where they are."""
 
-    def __init__(self, llm: LLM | Any, seed: int, max_tokens: int, deadline: float = float("inf"), at_once: int = 64) -> None:
+    def __init__(self, llm: LLM | Any, seed: int, max_tokens: int, deadline: float = float("inf"),
+                 at_once: int = 64) -> None:
         """`at_once`: requests that the engine has at a time."""
         self._llm = llm
         self._random = random.Random(seed)
@@ -176,8 +179,10 @@ class Generator:
         self._at_once = at_once
         self._asked: deque[Job] = deque()
         """Questions that are made, and wait for their answer to begin."""
-        self._passages: deque[str] = deque(maxlen=_PASSAGES)
-        """Of answers: texts to ask about."""
+        self._told: deque[Exchange] = deque(maxlen=_PASSAGES)
+        """Answers to ask about."""
+        self._known: set[int] = set()
+        """Questions that were answered greedily, by their hash: nothing new would come of them."""
         self._count = self._done = self._made = 0
 
     def answer(self, conversations: Sequence[list[dict[str, str]]]) -> Iterator[Pair]:
@@ -191,8 +196,12 @@ class Generator:
         ids = self._llm.tokenizer.encode(text, add_special_tokens=False)
         if 2 * len(ids) > self._llm.max_model_len:
             return None
-        told = self._count % _TOLD == 0
-        return Job(ids, self._params(self._random.choice(_TEMPERATURES), self._max_tokens, text=told))
+        told, temperature = self._count % _TOLD == 0, self._random.choice(_TEMPERATURES)
+        known = zlib.crc32(text.encode())
+        if temperature == 0.0 and known in self._known:
+            temperature = 1.0
+        self._known.add(known)
+        return Job(ids, self._params(temperature, self._max_tokens, text=told), messages[-1]["content"])
 
     def converse(self, num_tokens: int) -> Iterator[Pair]:
         """Questions that the model makes up, and their answers, until there are so many tokens of answers."""
@@ -204,26 +213,25 @@ class Generator:
         under_way = self._count - self._done + len(self._asked)
         if self._made + under_way * self._max_tokens // 2 >= num_tokens:
             return None
-        said = question(self._random, self._passages)
-        if said.whole:
-            job = self._to_answer([{"role": "user", "content": said.text}])
-            if job is not None:
-                return job
-        return Job(opening + said.begins, self._params(_ASKING, _QUESTION_TOKENS), said.begins)
+        said = question(self._random, self._told)
+        job = self._to_answer(said.messages()) if said.whole else None
+        if job is not None:
+            return job
+        return Job(opening + said.begins, self._params(_ASKING, _QUESTION_TOKENS), unfinished=said)
 
     def _pairs(self, fresh: Callable[[], Job | None]) -> Iterator[Pair]:
         for job, found in self._finished(fresh):
-            if job.begins is not None:
-                asked = (job.begins + found.text).strip()
-                answering = self._to_answer([{"role": "user", "content": asked}]) if asked else None
+            if job.unfinished is not None:
+                asked = (job.unfinished.begins + found.text).strip()
+                answering = self._to_answer(job.unfinished.messages(asked)) if asked else None
                 if answering is not None and time.monotonic() < self._deadline:
                     self._asked.append(answering)
                 continue
             tokens = without_loop(found.tokens)
             if len(tokens) < _SHORTEST and not found.stopped:
                 continue  # hardly begun when the time was up
-            if found.text:
-                self._passages.append(found.text)
+            if found.text.strip():
+                self._told.append(Exchange(job.asked, found.text))
             self._made += len(tokens)
             yield found.prompt, tokens
 
@@ -237,7 +245,8 @@ class Generator:
                 if job is None:
                     break
                 name, self._count = str(self._count), self._count + 1
-                prompt = {"prompt": job.prompt, "add_special_tokens": False} if isinstance(job.prompt, str) else job.prompt
+                text = isinstance(job.prompt, str)
+                prompt = {"prompt": job.prompt, "add_special_tokens": False} if text else job.prompt
                 self._llm.add_request(name, prompt, job.params)
                 running[name] = job
             if not running:
