@@ -23,7 +23,7 @@ EXAMPLES = (
 )
 _DEFAULTS = TrainingOptions()
 _UNLIMITED_STEPS = 1_000_000
-_ENDING, _EXIT_SECONDS = 0.06, 2.0
+_ENDING, _EXIT_SECONDS = 0.04, 2.0
 """Of a limited time what is left for the last look at held-out text and for what is written."""
 
 

@@ -149,7 +149,7 @@ class LockstepGenerator(Generator):
     def __init__(self, target: Target, voice: Voice, rows: Rows, ends: Sequence[int], seed: int, max_tokens: int,
                  deadline: float = float("inf")) -> None:
         super().__init__(voice, seed, max_tokens, deadline, rows.count)
-        self._target = target
+        self._target, self._tokenizer = target, voice.tokenizer
         self._lockstep = Lockstep(rows, ends)
         self._checked = list[Spoken]()
         self.agreed: float | None = None
@@ -171,11 +171,11 @@ class LockstepGenerator(Generator):
                 job = running.pop(spoken.name)
                 self._done += 1
                 self._check(job, spoken)
-                text = self._llm.tokenizer.decode(spoken.tokens) if job.params.detokenize else ""
+                text = self._tokenizer.decode(spoken.tokens) if job.params.detokenize else ""
                 yield job, Said(spoken.prompt, spoken.tokens, text, spoken.stopped)
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
-        return self._llm.tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+        return self._tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
 
     def _check(self, job: Job, spoken: Spoken) -> None:
         """Some greedy answers, once."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -31,6 +32,7 @@ _ASKING = 0.8
 """The temperature of questions that the model makes up."""
 _LOOP = 12
 """Tokens of a run that is looked for again."""
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _PASSAGES = 64
 """Answers whose text is kept to ask about."""
 _TOLD = 8
@@ -110,13 +112,15 @@ def _sums(lengths: Iterable[int]) -> list[int]:
 def without_loop(tokens: list[int]) -> list[int]:
     """An answer up to where it only repeats itself: where the same run of tokens comes for the third time. Greedy
     answers of small models end so, anybody can guess them, and there is little to learn from them."""
-    seen: dict[tuple[int, ...], int] = {}
-    for end in range(_LOOP, len(tokens) + 1):
-        run = tuple(tokens[end - _LOOP : end])
-        seen[run] = seen.get(run, 0) + 1
-        if seen[run] == 3:
-            return tokens[: end - _LOOP]
-    return tokens
+    if len(tokens) < _LOOP + 2:
+        return tokens
+    said, count = np.array(tokens, np.uint64), len(tokens) - _LOOP + 1
+    runs = np.zeros(count, np.uint64)  # a number for each run of tokens, by a hash of 64 bits
+    for at in range(_LOOP):
+        runs = runs * _FACTOR + said[at : at + count]
+    order = runs.argsort(kind="stable")
+    third = order[2:][runs[order[2:]] == runs[order[:-2]]]
+    return tokens[: int(third.min())] if len(third) else tokens
 
 
 def read_questions(path: Path) -> list[list[dict[str, str]]]:

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.errors import EngineError
 from quire.models.loader.source import resolve_model
-from quire.training.lockstep import Lockstep, Spoken
+from quire.training.lockstep import Lockstep, LockstepGenerator, Spoken, Voice
 from quire.training.rows import CHUNK, Rows
-from quire.training.target import Target
+from quire.training.target import Seen, Target
+from quire.training.texts import without_loop
 from tests.checkpoints import make_checkpoint
 
 PROMPTS = [[random.Random(i).randrange(3, 97) for _ in range(1 + 5 * i % 23)] for i in range(11)]
@@ -100,3 +102,48 @@ def test_an_answer_that_repeats_itself_ends() -> None:
     assert len(found[0].tokens) == 300
     assert len(found[1].tokens) < 200 and found[1].tokens[:45] == [*range(20), *range(20), *range(5)]
     assert 200 < len(found[2].tokens) < 280
+
+
+class Letters:
+    """A tokenizer of a small vocabulary."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [3 + ord(letter) % 90 for letter in text[-60:]]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(32 + token) for token in tokens)
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
+        return f"<{messages[-1]['content']}>"
+
+
+def generator(target: Target, most: int = 30) -> LockstepGenerator:
+    voice = Voice(Letters(), 200)  # type: ignore[arg-type]
+    return LockstepGenerator(target, voice, Rows(target, 8, 200, 1), (2,), 1, most)
+
+
+def test_texts_are_made_in_lockstep_and_checked_by_the_target(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = generator(target)
+    pairs = list(made.converse(1500))
+    assert sum(len(answer) for _, answer in pairs) >= 1500 and all(len(answer) <= 30 for _, answer in pairs)
+    assert made.agreed is not None and made.agreed > 0.98
+    assert list(generator(target).converse(1500)) == pairs
+    real = target.see
+
+    def wrong(tokens: torch.Tensor) -> Seen:
+        seen = real(tokens)
+        return Seen(seen.states, seen.final, (seen.best + 1) % 97)
+
+    monkeypatch.setattr(target, "see", wrong)
+    with pytest.raises(EngineError, match="lockstep"):
+        list(generator(target).converse(1500))
+
+
+def test_an_answer_is_cut_where_a_run_of_tokens_comes_for_the_third_time() -> None:
+    draw = random.Random(2)
+    for _ in range(200):
+        tokens = [draw.randrange(40) for _ in range(draw.randrange(60))]
+        again = tokens + [draw.randrange(40) for _ in range(draw.randrange(12, 30))] * draw.randrange(1, 5)
+        runs = [tuple(again[at : at + 12]) for at in range(len(again) - 11)]
+        third = [at for at, run in enumerate(runs) if runs[:at].count(run) == 2]
+        assert without_loop(again) == (again[: third[0]] if third else again)
