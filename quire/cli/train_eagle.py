@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="who answers: an engine, or the model's rows in lockstep, many more tokens a second on a "
                              "GPU; auto: lockstep there, else an engine")
     parser.add_argument("--rows", type=int, metavar="N",
-                        help="answers at once in lockstep, over all processes (default: 4608 on a GPU, else 32)")
+                        help="answers at once in lockstep, over all processes (default: 6144 on a GPU, else 32)")
     parser.add_argument("--generate-seconds", type=float, default=float("inf"), metavar="S",
                         help="begin no new questions after so long")
     parser.add_argument("--train-seconds", type=float, default=float("inf"), metavar="S", help="stop training then")

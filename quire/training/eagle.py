@@ -160,14 +160,16 @@ class Trainer:
         shuffled = random.Random(f"{self.options.seed}-{epoch}")
         order = list(self._trained)
         shuffled.shuffle(order)
-        order.sort(key=lambda i: (self._remembered.keeps(i), -(-self._lengths[i] // _ROUND_LENGTH)))
-        batches: list[list[int]] = [[]]
+        sizes = [(self._remembered.keeps(i), -(-length // _ROUND_LENGTH)) for i, length in enumerate(self._lengths)]
+        order.sort(key=sizes.__getitem__)
+        batches: list[list[int]] = []
+        kept = None
         for index in order:
-            if batches[-1] and self._remembered.keeps(index) != self._remembered.keeps(batches[-1][0]):
+            keeps, longest = sizes[index]  # none before it is longer
+            room = self.options.batch_tokens // (longest * _ROUND_LENGTH)
+            if keeps != kept or len(batches[-1]) >= room:
                 batches.append([])
-            longest = -(-self._lengths[index] // _ROUND_LENGTH) * _ROUND_LENGTH  # none before it is longer
-            if batches[-1] and longest * (len(batches[-1]) + 1) > self.options.batch_tokens:
-                batches.append([])
+            kept = keeps
             batches[-1].append(index)
         shuffled.shuffle(batches)
         return batches
@@ -381,6 +383,7 @@ def _parted(texts: Texts, lengths: list[int], depth: int) -> tuple[list[int], li
     held, trained = [i for i in usable if apart[i]], [i for i in usable if not apart[i]]
     if not held or not trained:
         return usable[:1], usable[1:]
+    random.Random(0).shuffle(held)  # short answers are the first to be done, and the first are looked at most
     return held, trained
 
 

@@ -30,7 +30,7 @@ _MOST_SEQUENCES = 1024
 _CPU_SEQUENCES = 32
 _ENGINES = 6
 """Processes where lockstep did not work: an engine leaves more of a GPU to others."""
-_ROWS = 4608
+_ROWS = 6144
 """Answers at once in lockstep on a GPU, over all processes: what its memory and its bandwidth allow a small model."""
 _TELL_EVERY = 5.0
 """Seconds."""

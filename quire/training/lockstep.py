@@ -164,14 +164,14 @@ class LockstepGenerator(Generator):
                 return None
             self._count += 1
             running[self._count] = job
-            return self._count, self._ids(job.prompt), job.params.temperature, job.params.max_tokens or self._max_tokens
+            return self._count, self._ids(job.prompt), job.temperature, job.max_tokens
 
         for several in self._lockstep.speak(begun, lambda: time.monotonic() >= self._deadline):
             for spoken in several:
                 job = running.pop(spoken.name)
                 self._done += 1
                 self._check(job, spoken)
-                text = self._tokenizer.decode(spoken.tokens) if job.params.detokenize else ""
+                text = self._tokenizer.decode(spoken.tokens) if job.text else ""
                 yield job, Said(spoken.prompt, spoken.tokens, text, spoken.stopped)
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
@@ -179,7 +179,7 @@ class LockstepGenerator(Generator):
 
     def _check(self, job: Job, spoken: Spoken) -> None:
         """Some greedy answers, once."""
-        if self.agreed is not None or job.params.temperature > 0.0:
+        if self.agreed is not None or job.temperature > 0.0:
             return
         self._checked.append(spoken)
         if len(self._checked) < _CHECKED:

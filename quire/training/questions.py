@@ -17,7 +17,7 @@ from quire.training import forms
 
 Message = dict[str, str]
 
-_KINDS = ((0.10, "opening"), (0.24, "cut"), (0.11, "text"), (0.08, "further"), (0.47, "whole"))
+_KINDS = ((0.14, "opening"), (0.30, "cut"), (0.10, "text"), (0.08, "further"), (0.38, "whole"))
 """Share of each kind: the model goes on from a few words, or from a part of a question; about an earlier answer;
 after one; all the others."""
 _LONGEST_PASSAGE = 600

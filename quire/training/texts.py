@@ -25,7 +25,7 @@ from quire.sampling.params import SamplingParams
 from quire.training.questions import Exchange, Question, question
 
 _MARK = "\u2063the question\u2063"
-_TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.7, 1.0)
+_TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.5, 0.8)
 """Answers are drawn as they will be when the head is used: two thirds of them greedily."""
 _QUESTION_TOKENS = 96
 _ASKING = 0.8
@@ -162,7 +162,11 @@ class Said:
 @dataclass(frozen=True, slots=True)
 class Job:
     prompt: str | list[int]
-    params: SamplingParams
+    temperature: float
+    max_tokens: int
+    seed: int
+    text: bool = True
+    """What is said is wanted as text too."""
     asked: str = ""
     """The user's last words, where this is their answer."""
     unfinished: Question | None = None
@@ -187,6 +191,8 @@ class Generator:
         """Answers to ask about."""
         self._known: set[int] = set()
         """Questions that were answered greedily, by their hash: nothing new would come of them."""
+        self._around: dict[str | None, tuple[str, str]] = {}
+        """What the chat template writes before and after a question, by the instructions before it."""
         self._count = self._done = self._made = 0
 
     def answer(self, conversations: Sequence[list[dict[str, str]]]) -> Iterator[Pair]:
@@ -195,7 +201,7 @@ class Generator:
         return self._pairs(lambda: next(jobs, None))
 
     def _to_answer(self, messages: list[dict[str, str]]) -> Job | None:
-        text = self._llm.render_chat(messages, add_generation_prompt=True)
+        text = self._rendered(messages)
         assert self._llm.tokenizer is not None  # `render_chat` needs it too
         ids = self._llm.tokenizer.encode(text, add_special_tokens=False)
         if 2 * len(ids) > self._llm.max_model_len:
@@ -203,9 +209,26 @@ class Generator:
         told, temperature = self._count % _TOLD == 0, self._random.choice(_TEMPERATURES)
         known = zlib.crc32(text.encode())
         if temperature == 0.0 and known in self._known:
-            temperature = 1.0
+            temperature = _TEMPERATURES[-1]
         self._known.add(known)
-        return Job(ids, self._params(temperature, self._max_tokens, text=told), messages[-1]["content"])
+        return Job(ids, temperature, self._max_tokens, self._seed(), told, messages[-1]["content"])
+
+    def _rendered(self, messages: list[dict[str, str]]) -> str:
+        """By the chat template. What it writes around a question is the same for all questions that come after the same
+        instructions, so it is asked once for each of these."""
+        role, asked = messages[-1]["role"], messages[-1]["content"]
+        if len(messages) > 2 or role != "user" or asked != asked.strip():
+            return self._llm.render_chat(messages, add_generation_prompt=True)
+        instructions = messages[0]["content"] if len(messages) == 2 else None
+        around = self._around.get(instructions)
+        if around is None:
+            marked = [*messages[:-1], {"role": role, "content": _MARK}]
+            parts = self._llm.render_chat(marked, add_generation_prompt=True).split(_MARK)
+            whole = self._llm.render_chat(messages, add_generation_prompt=True)
+            if len(parts) != 2 or whole != asked.join(parts):
+                return whole
+            around = self._around[instructions] = (parts[0], parts[1])
+        return asked.join(around)
 
     def converse(self, num_tokens: int) -> Iterator[Pair]:
         """Questions that the model makes up, and their answers, until there are so many tokens of answers."""
@@ -221,7 +244,7 @@ class Generator:
         job = self._to_answer(said.messages()) if said.whole else None
         if job is not None:
             return job
-        return Job(opening + said.begins, self._params(_ASKING, _QUESTION_TOKENS), unfinished=said)
+        return Job(opening + said.begins, _ASKING, _QUESTION_TOKENS, self._seed(), unfinished=said)
 
     def _pairs(self, fresh: Callable[[], Job | None]) -> Iterator[Pair]:
         for job, found in self._finished(fresh):
@@ -251,7 +274,8 @@ class Generator:
                 name, self._count = str(self._count), self._count + 1
                 text = isinstance(job.prompt, str)
                 prompt = {"prompt": job.prompt, "add_special_tokens": False} if text else job.prompt
-                self._llm.add_request(name, prompt, job.params)
+                self._llm.add_request(name, prompt, SamplingParams(
+                    temperature=job.temperature, max_tokens=job.max_tokens, seed=job.seed, detokenize=job.text))
                 running[name] = job
             if not running:
                 return
@@ -264,9 +288,8 @@ class Generator:
                     yield running.pop(output.request_id), Said(list(output.prompt_token_ids), list(one.token_ids),
                                                                one.text, one.finish_reason == "stop")
 
-    def _params(self, temperature: float, max_tokens: int, text: bool = True) -> SamplingParams:
-        seed = self._random.randrange(1 << 31)
-        return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, detokenize=text)
+    def _seed(self) -> int:
+        return self._random.randrange(1 << 31)
 
     def _user_turn(self) -> str:
         """What the chat template writes before the user's first word."""
