@@ -285,11 +285,15 @@ def test_answers_are_made_until_there_are_enough_or_the_time_is_up() -> None:
 
 
 def test_questions_ask_about_answers_given_before_and_never_what_is_measured() -> None:
-    draw, asked, further = random.Random(1), set(), 0
+    draw, asked, further, composed = random.Random(1), set(), 0, []
     for _ in range(3000):
         made = question(draw, [Exchange("What do bees do?", "Bees dance. They fly.")])
         asked.add(made.text)
-        further += made.messages()[-2:-1] == [{"role": "assistant", "content": "Bees dance. They fly."}]
-    assert any("Bees dance" in one for one in asked) and len(asked) > 2000 and 100 < further < 500
+        goes_on = made.messages()[-2:-1] == [{"role": "assistant", "content": "Bees dance. They fly."}]
+        further += goes_on
+        if made.whole and not goes_on and "Bees dance" not in made.text:
+            composed.append(made.text)  # neither goes on with an answer nor is gone on with
+    assert any("Bees dance" in one for one in asked) and 100 < further < 500
+    assert len(composed) > 1000 and len(set(composed)) > 0.9 * len(composed)
     assert not any(mark in one for one in asked for mark in "{}")
     assert not asked & {text for kind in TEXTS.values() for text in kind.values()}
