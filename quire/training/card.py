@@ -22,7 +22,8 @@ def write_card(folder: Path, model: str, options: Mapping[str, Any], found: Acce
         "",
         f"- Trained on {tokens:,} tokens, {steps} steps, {seconds:.0f} s.",
         f"- Held-out texts, greedy chains, share of places whose first 1, 2, ... drafts are all right: {rates}.",
-        f"- That is {found.tokens_per_step(4):.3f} tokens a step with 4 drafts; loss {found.loss:.4f}.",
+        f"- Decoding them gives {found.tokens_per_step:.3f} tokens a step with {len(found.chain)} drafts; loss "
+        f"{found.loss:.4f}.",
         f"- Options: {', '.join(f'{name}={value}' for name, value in shown.items())}.",
         "",
     ]

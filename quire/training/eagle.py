@@ -34,8 +34,8 @@ _WARM_UP = 100
 """Steps over which the rate of learning rises, at most."""
 _WARM_TIME = 0.03
 """Share of the time after which it has risen in any case."""
-_LOOKING = 0.04
-"""Share of a limited time that may go into looking at held-out text, and again at the end."""
+_LOOKING, _LAST_LOOK = 0.04, 0.025
+"""Share of a limited time that may go into looking at held-out text, and at the end."""
 _LOOKED_AT_ONCE = 4
 """Held-out texts that are looked at together where time is short."""
 _SAVE_SECONDS = 30.0
@@ -54,13 +54,14 @@ class Acceptance:
 
     chain: tuple[float, ...]
     loss: float
-
-    def tokens_per_step(self, drafts: int) -> float:
-        return 1.0 + sum(self.chain[:drafts])
+    tokens_per_step: float
+    """Of greedy decoding along the texts, with as many drafts as `chain` has. Steps begin where a draft was wrong more
+    often than elsewhere, so that these are less than the chain of all places would give."""
 
     def __str__(self) -> str:
         shares = ", ".join(f"{share:.3f}" for share in self.chain)
-        return f"{self.tokens_per_step(4):.3f} tokens a step with 4 drafts (first 1, 2, ... right: {shares})"
+        return (f"{self.tokens_per_step:.3f} tokens a step with {len(self.chain)} drafts (first 1, 2, ... right at any "
+                f"place: {shares})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +89,10 @@ class Trainer:
         self._device = target.device
         self._dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         lengths = texts.lengths()
-        usable = [i for i, length in enumerate(lengths) if length - int(texts.answers[i]) > options.depth]
-        held = max(1, int(len(usable) * _HELD_OUT))
-        if len(usable) < 2:
-            raise ConfigError("there are not enough texts to train on: give more --data, or a larger --self", "data")
+        self._held, self._trained = _parted(texts, lengths, options.depth)
         self._texts, self._lengths = texts, [min(length, options.max_length) for length in lengths]
         self._tokens = F.pad(texts.tokens, (0, 1))  # and one for padding
-        self._remembered = Remembered(target, len(texts.tokens))
-        self._held, self._trained = usable[:held], usable[held:]
+        self._remembered = Remembered(target, texts.begins[1:].tolist())
         vocab = target.decoder.spec.vocab_size
         self.guessed = texts.commonest(min(options.draft_vocab, vocab), vocab)
         self._rows = target.head_rows(self.guessed).to(self._dtype)
@@ -104,8 +101,11 @@ class Trainer:
         self._place = self._place.to(self._device)
         self.head = self._new_head().to(self._device)
         fused = self._device.type == "cuda"
-        self._optimizer = torch.optim.AdamW(self.head.parameters(), options.learning_rate, (0.9, 0.95),
-                                            weight_decay=0.01, fused=fused)
+        matrices, vectors = ([part for part in self.head.parameters() if (part.dim() > 1) == wide]
+                             for wide in (True, False))
+        self._optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            options.learning_rate, (0.9, 0.95), fused=fused)
         self.step = 0
         self._seconds_before = 0.0
         """Of training, by runs before this one."""
@@ -155,16 +155,21 @@ class Trainer:
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
     def _epoch(self, epoch: int) -> list[list[int]]:
-        """Batches of texts of nearly one length, in an order of this epoch's own."""
+        """Batches of texts of nearly one length, in an order of this epoch's own. Texts that the target has to read
+        again are not beside those that it need not."""
         shuffled = random.Random(f"{self.options.seed}-{epoch}")
         order = list(self._trained)
         shuffled.shuffle(order)
-        order.sort(key=lambda i: -(-self._lengths[i] // _ROUND_LENGTH))
-        batches: list[list[int]] = [[]]
+        sizes = [(self._remembered.keeps(i), -(-length // _ROUND_LENGTH)) for i, length in enumerate(self._lengths)]
+        order.sort(key=sizes.__getitem__)
+        batches: list[list[int]] = []
+        kept = None
         for index in order:
-            longest = -(-self._lengths[index] // _ROUND_LENGTH) * _ROUND_LENGTH  # none before it is longer
-            if batches[-1] and longest * (len(batches[-1]) + 1) > self.options.batch_tokens:
+            keeps, longest = sizes[index]  # none before it is longer
+            room = self.options.batch_tokens // (longest * _ROUND_LENGTH)
+            if keeps != kept or len(batches[-1]) >= room:
                 batches.append([])
+            kept = keeps
             batches[-1].append(index)
         shuffled.shuffle(batches)
         return batches
@@ -247,7 +252,7 @@ class Trainer:
             spent = time.monotonic() - began
         self.save(folder, self._seconds_before + spent)
         self.export(folder)
-        return self.evaluate(time.monotonic() + _LOOKING * options.max_seconds)
+        return self.evaluate(time.monotonic() + _LAST_LOOK * options.max_seconds)
 
     def _learn(self, indices: list[int], seconds: float) -> Tensor:
         """One step; its loss."""
@@ -267,7 +272,7 @@ class Trainer:
         """Of as many held-out texts as there is time for, by `time.monotonic`."""
         depth, size = self.options.depth, max(1, self.options.batch_tokens // self.options.max_length)
         size = size if until == float("inf") else min(size, _LOOKED_AT_ONCE)
-        right, places_seen, loss, looked_at = [0] * depth, 0, 0.0, 0
+        right, places_seen, loss, looked_at, walked = [0] * depth, 0, 0.0, 0, [0, 0]
         for at in range(0, len(self._held), size):
             indices = self._held[at : at + size]
             batch = self._batch(indices)
@@ -276,17 +281,32 @@ class Trainer:
             loss += float(self._loss(batch, seen)) * len(indices)
             looked_at += len(indices)
             chain = torch.ones(batch.rows.numel(), dtype=torch.bool, device=self._device)
+            accepted = torch.zeros_like(chain, dtype=torch.int32)
             fused = self.head.fused(seen.states.to(self._dtype))
             for j, (kept, places) in enumerate(self._unrolled(batch, fused)):
                 hit = torch.zeros_like(chain)
                 hit[places] = self.head.read_out(kept, self._rows).argmax(-1) == best[places]
                 # A chain that begins j places before this one goes on here.
                 chain = hit if j == 0 else hit & torch.cat((chain.new_zeros(1), chain[:-1]))
+                accepted[: len(chain) - j] += chain[j:]
                 right[j] += int(chain.sum())
                 places_seen += len(places) if j == 0 else 0
+            for index, row in zip(indices, accepted.view(batch.rows.shape).tolist(), strict=True):
+                walked = [sum(pair) for pair in zip(walked, self._walk(index, row), strict=True)]
             if places_seen > _CHECKED_TOKENS or time.monotonic() > until:
                 break
-        return Acceptance(tuple(hits / max(1, places_seen) for hits in right), loss / max(1, looked_at))
+        return Acceptance(tuple(hits / max(1, places_seen) for hits in right), loss / max(1, looked_at),
+                          walked[0] / max(1, walked[1]))
+
+    def _walk(self, index: int, accepted: list[int]) -> tuple[int, int]:
+        """Tokens and steps of decoding a text whose chain from each place has so many right drafts. The first token of
+        an answer comes with its prompt."""
+        place, end, steps = int(self._texts.answers[index]), self._lengths[index] - 1, 0
+        tokens = end - place
+        while place < end:
+            place += accepted[place] + 1
+            steps += 1
+        return max(0, tokens), steps
 
     # ---- what is kept
 
@@ -351,6 +371,20 @@ class Trainer:
         part = folder / "model.safetensors.part"
         save_file(tensors, part, metadata={"format": "pt"})
         part.replace(folder / "model.safetensors")
+
+
+def _parted(texts: Texts, lengths: list[int], depth: int) -> tuple[list[int], list[int]]:
+    """Texts that are long enough: those that are held out, and those to train on. At least one of each."""
+    usable = [i for i, (length, answer) in enumerate(zip(lengths, texts.answers.tolist(), strict=True))
+              if length - answer > depth]
+    if len(usable) < 2:
+        raise ConfigError("there are not enough texts to train on: give more --data, or a larger --self", "data")
+    apart = texts.held_out(_HELD_OUT)
+    held, trained = [i for i in usable if apart[i]], [i for i in usable if not apart[i]]
+    if not held or not trained:
+        return usable[:1], usable[1:]
+    random.Random(0).shuffle(held)  # short answers are the first to be done, and the first are looked at most
+    return held, trained
 
 
 def _plain(options: TrainingOptions) -> dict[str, Any]:

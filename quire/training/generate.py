@@ -1,7 +1,7 @@
-"""Makes the texts that a head is trained on, in this process or in several, each with an engine of its own.
+"""Makes the texts that a head is trained on, in this process or in several, each with the model of its own.
 
-An engine of a small model on a GPU waits for Python: several of them on one GPU make more tokens. A process is told all
-it needs as JSON, and leaves its texts in a file.
+On a GPU answers are made in lockstep (`lockstep.py`), elsewhere by an engine. Both wait for Python now and then, so
+several processes on one GPU make more tokens. A process is told all it needs as JSON, and leaves its texts in a file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from pathlib import Path
 from quire.child import child_environment, explain_exit, module_command
 from quire.errors import EngineError
 from quire.llm import LLM
+from quire.models.loader.source import resolve_model
+from quire.training.lockstep import LockstepGenerator, Voice
+from quire.training.rows import Rows
+from quire.training.target import Target
 from quire.training.texts import Generator, Pair, Texts, read_questions
 
 Say = Callable[[str], None]
@@ -24,6 +28,10 @@ _SEQUENCES = 2048
 _MOST_SEQUENCES = 1024
 """Answers at once on a GPU, over all processes, and of one."""
 _CPU_SEQUENCES = 32
+_ENGINES = 6
+"""Processes where lockstep did not work: an engine leaves more of a GPU to others."""
+_ROWS = 6144
+"""Answers at once in lockstep on a GPU, over all processes: what its memory and its bandwidth allow a small model."""
 _TELL_EVERY = 5.0
 """Seconds."""
 _KV_MEMORY = 32
@@ -49,27 +57,59 @@ class GenerationOptions:
     processes: int = 1
     share: int = 1
     """Processes that share the device with this one, itself included."""
+    lockstep: bool = False
+    """Answers are made in lockstep, not by an engine."""
+    rows: int | None = None
+    """Answers at once in lockstep, over all processes."""
+
+    @property
+    def deadline(self) -> float:
+        """By `time.monotonic`, of what begins now."""
+        return min(float("inf") if self.seconds is None else time.monotonic() + self.seconds,
+                   float("inf") if self.until is None else self.until)
 
 
 def make_texts(options: GenerationOptions, folder: Path, say: Say) -> Texts:
     if options.processes > 1:
         return _in_processes(options, folder, say)
-    questions = None if options.data is None else read_questions(Path(options.data).expanduser())
+    return (_in_lockstep if options.lockstep else _by_engine)(options, say)
+
+
+def _in_lockstep(options: GenerationOptions, say: Say) -> Texts:
+    source = resolve_model(options.model)
+    target = Target(source, options.device, options.num_threads)
+    many = max(1, (options.rows or (_ROWS if options.device == "cuda" else _CPU_SEQUENCES)) // options.share)
+    many = many if many < 64 else many // 64 * 64
+    rows = Rows(target, many, options.max_length, options.seed)
+    voice = Voice(source.tokenizer(), options.max_length)
+    generator = LockstepGenerator(target, voice, rows, source.eos_token_ids, options.seed, options.max_answer,
+                                  options.deadline)
+    say(f"{many} answers at once")
+    found = _collected(generator, options, say)
+    if generator.agreed is not None:
+        say(f"of greedy answers, the target would say {generator.agreed:.1%} of the tokens itself")
+    return found
+
+
+def _by_engine(options: GenerationOptions, say: Say) -> Texts:
     many = min(_MOST_SEQUENCES, max(1, _SEQUENCES // options.share)) if options.device == "cuda" else _CPU_SEQUENCES
     more = {"num_threads": options.num_threads} if options.device == "cpu" else {
         "max_num_seqs": many, "kv_cache_memory": f"{_KV_MEMORY / options.share:.3f}GiB"}
     with LLM(options.model, device=options.device, max_model_len=options.max_length, **more) as llm:
-        began = time.monotonic()
-        deadline = min(float("inf") if options.seconds is None else began + options.seconds,
-                       float("inf") if options.until is None else options.until)
-        generator = Generator(llm, options.seed, options.max_answer, deadline, many + many // 8)
-        pairs, made, told = list[Pair](), 0, began
-        for pair in generator.converse(options.tokens) if questions is None else generator.answer(questions):
-            pairs.append(pair)
-            made += len(pair[1])
-            if time.monotonic() - told > _TELL_EVERY:
-                told = time.monotonic()
-                say(f"{made} tokens in {len(pairs)} answers after {told - began:.0f} s")
+        return _collected(Generator(llm, options.seed, options.max_answer, options.deadline, many + many // 8), options,
+                          say)
+
+
+def _collected(generator: Generator, options: GenerationOptions, say: Say) -> Texts:
+    began = time.monotonic()
+    questions = None if options.data is None else read_questions(Path(options.data).expanduser())
+    pairs, made, told = list[Pair](), 0, began
+    for pair in generator.converse(options.tokens) if questions is None else generator.answer(questions):
+        pairs.append(pair)
+        made += len(pair[1])
+        if time.monotonic() - told > _TELL_EVERY:
+            told = time.monotonic()
+            say(f"{made} tokens in {len(pairs)} answers after {told - began:.0f} s")
     return Texts.of(pairs)
 
 
@@ -89,6 +129,9 @@ def _in_processes(options: GenerationOptions, folder: Path, say: Say) -> Texts:
         for process in running:
             process.kill()
     failed = [code for code in codes if code]
+    if len(failed) == count and options.lockstep and (options.until is None or time.monotonic() < options.until):
+        say(f"no process made any texts in lockstep: {explain_exit(failed[0])}; engines make them instead")
+        return _in_processes(replace(options, lockstep=False, processes=max(count, _ENGINES)), folder, say)
     if len(failed) == count:
         raise EngineError(f"no process made any texts: {explain_exit(failed[0])}")
     if failed:

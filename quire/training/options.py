@@ -25,5 +25,7 @@ class TrainingOptions:
     """Of the distribution that is learned. The head that is written guesses at 1 again."""
     weights: str = "bfloat16"
     """How matrices are stored: bfloat16, or int8 with a scale for each row."""
+    weight_decay: float = 0.01
+    """Of matrices; vectors of norms keep theirs."""
     start: str = "auto"
     """target: at the target's last layer; random; auto: the former where it has the head's sizes."""

@@ -1,93 +1,39 @@
 """What a model is asked while texts for a head are made: questions such as people ask, and beginnings that the model
 itself goes on from.
 
-A head guesses best on what it was trained on. Questions that a small model makes up alone are often odd, and so are the
-answers to them; so most are put together from kinds of requests and subjects, and some ask about an earlier answer.
-None of them is one of the prompts of `quire bench speculative`.
+A head guesses best on what it was trained on, and remembers answers that it saw often: what helps is questions that are
+many and unlike each other. They are put together from phrasings (`forms.py`) and topics (`topics.py`); a part is cut
+short, and the model goes on as a user would; some ask about an earlier answer, or go on after it. None of them is one
+of the prompts of `quire bench speculative`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_MADE_UP = 0.25
-"""Share of questions that the model goes on with from a few words, and share of those about a text."""
-_ABOUT_TEXT = 0.2
+from quire.training import forms
+
+Message = dict[str, str]
+
+_KINDS = ((0.14, "opening"), (0.30, "cut"), (0.10, "text"), (0.08, "further"), (0.38, "whole"))
+"""Share of each kind: the model goes on from a few words, or from a part of a question; about an earlier answer;
+after one; all the others."""
 _LONGEST_PASSAGE = 600
 """Characters."""
+_SYSTEM = 0.12
+"""Share with instructions of their own; the others have those of the chat template, if it has any."""
+_DRESSED, _CARELESS = 0.3, 0.07
+"""Share with words before or behind the question, and of those written without care."""
 
-_REQUESTS = (
-    "What is {}?", "What are the benefits of {}?", "How does {} work?", "Explain {} in simple words.",
-    "Explain {} to a child.", "Why is {} important?", "Tell me about {}.", "Give me five tips for {}.",
-    "What should I know about {} before I start?", "Write a short story about {}.", "Write a poem about {}.",
-    "Write a haiku about {}.", "What is the history of {}?", "List three common mistakes with {}.",
-    "How can I learn more about {}?", "What are the pros and cons of {}?", "Can you recommend a book about {}?",
-    "I am new to {}. Where do I begin?", "Describe {} in two sentences.", "What is the difference between {} and {}?",
-    "Compare {} with {}.", "How do I explain {} to my friend?", "Write an email to a colleague about {}.",
-    "Write a short essay about {}.", "What questions could come up about {} in an interview?", "Give me a fun fact "
-    "about {}.", "Plan a week around {}.", "Is {} good for beginners?", "How much does {} usually cost?",
-    "Write a dialogue between two people who talk about {}.", "Make an outline for a talk on {}.",
-    "What tools do I need for {}?", "Who are well known people in {}?", "How has {} changed in the last fifty years?",
-    "Suggest a title for an article about {}.", "Create a quiz with three questions about {}.",
-    "What would happen without {}?", "Should schools teach {}?",
-)
-_SUBJECTS = (
-    "photosynthesis", "the water cycle", "climate change", "renewable energy", "solar panels", "electric cars",
-    "gardening", "growing tomatoes", "house plants", "cooking pasta", "baking bread", "healthy breakfasts",
-    "vegetarian meals", "making coffee", "running", "yoga", "swimming", "hiking", "cycling to work",
-    "meditation", "stress", "time management", "public speaking", "writing a resume", "saving money",
-    "budgeting", "taxes", "inflation", "the stock market", "buying a house", "renting a flat", "moving to a new city",
-    "learning a language", "playing the guitar", "the piano", "painting with watercolours", "photography", "chess",
-    "board games", "football", "basketball", "tennis", "cats", "dogs", "birds", "bees", "whales", "elephants",
-    "dinosaurs", "the moon", "black holes", "gravity", "the solar system", "space travel", "atoms", "electricity",
-    "magnets", "vaccines", "the human heart", "the immune system", "vitamins", "bacteria and viruses", "DNA",
-    "evolution", "earthquakes", "volcanoes", "the weather", "rainbows", "deserts", "rivers", "the ocean", "coral reefs",
-    "recycling", "plastic waste", "city parks", "public transport", "trains", "airplanes", "bridges", "ancient Rome",
-    "ancient Egypt", "the Middle Ages", "the French Revolution", "the Second World War", "the Silk Road", "democracy",
-    "elections", "human rights", "the United Nations", "Shakespeare", "jazz", "opera", "classical music", "film making",
-    "museums", "Paris", "Tokyo", "New York", "the Alps", "a trip to Italy", "camping with children", "a birthday party",
-    "a wedding speech", "raising a puppy", "being a good neighbour", "making friends", "teamwork",
-    "leadership", "remote work", "email etiquette", "online safety", "passwords", "artificial intelligence",
-    "machine learning", "the internet", "computers", "robots", "programming", "open source software", "databases",
-    "mathematics", "fractions", "geometry", "probability", "statistics", "philosophy", "psychology", "happiness",
-    "memory", "learning from mistakes", "critical thinking", "good habits", "reading books", "poetry", "folk tales",
-)
-_CODE = (
-    "Write a Python function that {}.", "Write a JavaScript function that {}.", "Write a function in C that {}.",
-    "Show me Python code that {}, and explain it.", "How do I write a program that {}?",
-    "Write a Python class that {}.",
-    "Write a Java method that {}.", "Write a unit test for a function that {}.", "Write a bash script that {}.",
-)
-_TASKS = (
-    "returns the sum of a list of numbers", "finds the largest number in a list", "reverses a string",
-    "checks whether a word is a palindrome", "counts the words in a text", "removes duplicates from a list",
-    "sorts a list of names", "computes the factorial of a number", "prints Fibonacci numbers", "finds prime numbers",
-    "converts Celsius to Fahrenheit", "reads a file line by line", "merges two dictionaries",
-    "computes the average of a list", "finds the longest word in a sentence", "checks a password", "parses a date",
-    "reads a CSV file", "makes a request to a web page", "flattens a nested list", "searches a sorted list",
-    "rolls two dice", "keeps a list of contacts", "models a bank account", "prints a multiplication table",
-    "counts how often each letter occurs", "validates an email address", "rounds numbers to two decimals",
-    "rotates a matrix", "finds common elements of two lists", "generates a random password", "compares two files",
-    "joins two tables and filters by date", "computes compound interest",
-)
-_OF_TEXT = (
-    "Summarize this in two sentences.\n\n{}", "Summarize the following text:\n\n{}", "Give me the main points of this "
-    "text.\n\n{}", "Rewrite this in simple words:\n\n{}", "Translate into French: {}", "Translate into Spanish: {}",
-    "Translate into German: {}", "Correct the grammar of this text:\n\n{}", "What is the following text about?\n\n{}",
-    "Make this shorter:\n\n{}", "Give this text a title:\n\n{}", "Ask me three questions about this text.\n\n{}",
-    "Answer in one sentence: what does this text say?\n\n{}", "Turn this into a list:\n\n{}",
-)
-_OPENINGS = (
-    "", "", "", "What", "How do I", "How does", "Why", "Explain", "Describe", "Write", "Write a story about", "Give me",
-    "Can you help me", "I am", "I need", "My", "If", "Please", "Hello", "Solve this problem step by step:", "Calculate",
-    "Who was", "When did", "Where is", "Is it", "Should I", "What happens if", "Create a JSON object",
-    "Write a SQL query", "Fix this code:\n```python\ndef ", "Write a Python function that", "Translate into English:",
-    "Answer the question:", "Here is a text:\n\n", "Write a product description for", "Convert", "Define", "Recommend",
-)
-_SHORT = ("Translate into",)
-"""Requests about one sentence, not a whole text."""
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A question that was answered."""
+
+    asked: str
+    answer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +41,114 @@ class Question:
     text: str
     whole: bool
     """Else the model goes on from there."""
+    before: tuple[Message, ...] = ()
+    """What the conversation begins with."""
 
     @property
     def begins(self) -> str:
         """What the model goes on from."""
         return "" if self.whole else self.text
 
+    def messages(self, text: str | None = None) -> list[Message]:
+        """The conversation, with another last turn if one is given."""
+        return [*self.before, {"role": "user", "content": self.text if text is None else text}]
 
-def question(draw: random.Random, passages: Sequence[str]) -> Question:
-    """`passages`: answers given before, to ask about."""
+
+def question(draw: random.Random, told: Sequence[Exchange]) -> Question:
+    """`told`: answers given before, to ask about."""
+    kind = draw.choices([name for _, name in _KINDS], [share for share, _ in _KINDS])[0]
+    before = _system(draw)
+    if kind == "opening":
+        return Question(draw.choice(forms.OPENINGS), False, before)
+    if kind == "text" and told:
+        passage = _cut(draw.choice(told).answer)
+        return Question(_filled(draw.choice(forms.OF_TEXT), passage), True, before)
+    if kind == "further" and told:
+        earlier = draw.choice(told)
+        turns = ({"role": "user", "content": earlier.asked}, {"role": "assistant", "content": _cut(earlier.answer)})
+        asked = _filled(draw.choice(forms.FOLLOW_UPS), draw.choice(forms.topics.SUBJECTS))
+        return Question(asked, True, (*before, *turns))
+    asked = _composed(draw)
+    words = asked.split(" ")
+    if kind == "cut" and len(words) > 3 and "\n" not in asked:
+        return Question(" ".join(words[: draw.randrange(2, len(words) - 1)]), False, before)
+    return Question(_dressed(draw, asked), True, before)
+
+
+def _system(draw: random.Random) -> tuple[Message, ...]:
+    return ({"role": "system", "content": draw.choice(forms.SYSTEMS)},) if draw.random() < _SYSTEM else ()
+
+
+def _composed(draw: random.Random) -> str:
     kind = draw.random()
-    if kind < _MADE_UP:
-        return Question(draw.choice(_OPENINGS), False)
-    if kind < _MADE_UP + _ABOUT_TEXT and passages:
-        asked, passage = draw.choice(_OF_TEXT), _cut(draw.choice(passages))
-        if asked.startswith(_SHORT):
-            passage = draw.choice([part.strip() for part in passage.split(". ") if part.strip()] or [passage])
-        return Question(asked.format(passage.replace("{", "(").replace("}", ")")), True)
-    if kind > 0.85:
-        return Question(draw.choice(_CODE).format(draw.choice(_TASKS)), True)
-    return Question(draw.choice(_REQUESTS).format(*draw.sample(_SUBJECTS, 2)), True)
+    for share, made in _MAKERS:
+        if kind < share:
+            return made(draw)
+        kind -= share
+    _, phrasings, topics = draw.choices(forms.KINDS, [weight for weight, *_ in forms.KINDS])[0]
+    return draw.choice(phrasings).format(*draw.sample(topics, 2))
+
+
+def _code(draw: random.Random) -> str:
+    if draw.random() < 0.12:
+        return draw.choice(forms.QUERIES).format(*draw.sample(forms.TABLES, 2))
+    return draw.choice(forms.CODE).format(language=draw.choice(forms.LANGUAGES), task=draw.choice(forms.PROGRAMS))
+
+
+def _writing(draw: random.Random) -> str:
+    begins = draw.choice(("Write", "Write", "Please write", "Can you write", "Help me write", "Draft", "I need"))
+    parts = [begins, draw.choice(forms.WRITINGS)]
+    if draw.random() < 0.5:
+        parts.append(draw.choice(forms.READERS))
+    parts.append(draw.choice(forms.OCCASIONS))
+    return " ".join(parts) + ("?" if begins.startswith("Can") else ".")
+
+
+def _sentence(draw: random.Random) -> str:
+    said = " ".join(draw.choice(part) for part in (forms.SPEAKERS, forms.DEEDS, forms.CIRCUMSTANCES)) + "."
+    if draw.random() < 0.3:
+        said += " " + " ".join(draw.choice(part) for part in (forms.SPEAKERS, forms.DEEDS)) + "."
+    form = draw.choice(forms.OF_SENTENCES[:5] if draw.random() < 0.6 else forms.OF_SENTENCES)
+    return form.format(tongue=draw.choice(forms.TONGUES), sentence=said)
+
+
+def _sum(draw: random.Random) -> str:
+    a, b, c = draw.randrange(2, 60), draw.randrange(2, 30), draw.randrange(2, 12)
+    return draw.choice((
+        f"What is {a} times {b}?", f"What is {a * b} divided by {b}?", f"Calculate {a} + {b} * {c}.",
+        f"A shirt costs {a} dollars and is {5 * c}% off. What do I pay?", f"What is {5 * c}% of {a * 10}?",
+        f"Anna has {a} apples and gives {min(a - 1, b)} to Tom. How many are left?", f"Solve {c}x + {b} = {a + b}.",
+        f"A train goes {a * 3} km in {c} hours. How fast is it?", f"How many minutes are {c} hours and {a} minutes?",
+        f"A room is {c} meters long and {b} meters wide. What is its area?", f"Convert {a} miles to kilometers.",
+        f"{c} workers need {b} days. How long do {2 * c} workers need? Explain step by step.",
+        f"If {c} tickets cost {c * b} euros, how much do {a} tickets cost?", f"Is {a * b + 1} a prime number?",
+        f"What are the next numbers: {a}, {a + c}, {a + 2 * c}, ...?", f"Round {a}.{b}7 to one decimal.",
+    ))
+
+
+def _small_talk(draw: random.Random) -> str:
+    return draw.choice(forms.SMALL_TALK)
+
+
+_MAKERS: tuple[tuple[float, Callable[[random.Random], str]], ...] = (
+    (0.12, _code), (0.09, _writing), (0.06, _sentence), (0.04, _sum), (0.01, _small_talk))
+"""Shares of questions that are not phrasings with a topic."""
+
+
+def _dressed(draw: random.Random, asked: str) -> str:
+    """With what people write around a question."""
+    kind = draw.random()
+    if kind < _DRESSED / 2:
+        asked = draw.choice(forms.BEFORE) + asked
+    elif kind < _DRESSED:
+        asked += draw.choice(forms.BEHIND)
+    if draw.random() < _CARELESS:
+        asked = asked.lower().rstrip("?.")
+    return asked
+
+
+def _filled(form: str, text: str) -> str:
+    return form.replace("{}", text)
 
 
 def _cut(passage: str) -> str:

@@ -6,29 +6,33 @@ import itertools
 import json
 import random
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.engine.outputs.output import RequestOutput
 from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.sampling.params import SamplingParams
-from quire.training.questions import question
+from quire.training.questions import Exchange, Question, question
 
 _MARK = "\u2063the question\u2063"
-_TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 0.7, 1.0)
-"""Answers are drawn as they will be when the head is used: half of them greedily."""
+_TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.5, 0.8)
+"""Answers are drawn as they will be when the head is used: two thirds of them greedily."""
 _QUESTION_TOKENS = 96
+_ASKING = 0.8
+"""The temperature of questions that the model makes up."""
 _LOOP = 12
 """Tokens of a run that is looked for again."""
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _PASSAGES = 64
 """Answers whose text is kept to ask about."""
 _TOLD = 8
@@ -61,12 +65,19 @@ class Texts:
 
     def commonest(self, count: int, vocab_size: int) -> Tensor:
         """The ids that occur most often in answers, in order of their number."""
-        counts = torch.zeros(vocab_size, dtype=torch.int64)
-        for index in range(len(self)):
-            answer = self.text(index)[int(self.answers[index]) :].long()
-            counts.scatter_add_(0, answer, torch.ones_like(answer))
+        lengths = self.begins[1:] - self.begins[:-1]
+        place = torch.arange(len(self.tokens)) - self.begins[:-1].repeat_interleave(lengths)
+        answers = self.tokens[place >= self.answers.repeat_interleave(lengths)]
+        counts = torch.bincount(answers.long(), minlength=vocab_size)
         order = torch.argsort(counts, descending=True, stable=True)
         return order[:count].sort().values
+
+    def held_out(self, share: float) -> list[bool]:
+        """Whether each is kept apart: about such a share, by its question alone, so that the same question is never on
+        both sides, and neither short answers nor early ones are preferred."""
+        flat, begins, answers = self.tokens.numpy(), self.begins.tolist(), self.answers.tolist()
+        return [zlib.crc32(flat[begin : begin + count].tobytes()) < share * 2**32
+                for begin, count in zip(begins, answers, strict=False)]
 
     def save(self, path: Path) -> None:
         save_file({"tokens": self.tokens, "begins": self.begins, "answers": self.answers}, path)
@@ -83,7 +94,6 @@ class Texts:
         ends = torch.tensor([0, *(len(text) for text in texts)]).cumsum(0)
         flat = torch.tensor([token for text in texts for token in text], dtype=torch.int32)
         return cls(flat, ends, torch.tensor([len(question) for question, _ in pairs], dtype=torch.int64))
-
 
     @classmethod
     def joined(cls, several: Sequence[Texts]) -> Texts:
@@ -102,13 +112,15 @@ def _sums(lengths: Iterable[int]) -> list[int]:
 def without_loop(tokens: list[int]) -> list[int]:
     """An answer up to where it only repeats itself: where the same run of tokens comes for the third time. Greedy
     answers of small models end so, anybody can guess them, and there is little to learn from them."""
-    seen: dict[tuple[int, ...], int] = {}
-    for end in range(_LOOP, len(tokens) + 1):
-        run = tuple(tokens[end - _LOOP : end])
-        seen[run] = seen.get(run, 0) + 1
-        if seen[run] == 3:
-            return tokens[: end - _LOOP]
-    return tokens
+    if len(tokens) < _LOOP + 2:
+        return tokens
+    said, count = np.array(tokens, np.uint64), len(tokens) - _LOOP + 1
+    runs = np.zeros(count, np.uint64)  # a number for each run of tokens, by a hash of 64 bits
+    for at in range(_LOOP):
+        runs = runs * _FACTOR + said[at : at + count]
+    order = runs.argsort(kind="stable")
+    third = order[2:][runs[order[2:]] == runs[order[:-2]]]
+    return tokens[: int(third.min())] if len(third) else tokens
 
 
 def read_questions(path: Path) -> list[list[dict[str, str]]]:
@@ -136,28 +148,51 @@ def read_questions(path: Path) -> list[list[dict[str, str]]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    prompt: Any
-    params: SamplingParams
-    begins: str | None = None
-    """Of a question that the model makes up: its first words. None: an answer."""
+class Said:
+    """What came of a prompt."""
+
+    prompt: list[int]
+    tokens: list[int]
+    text: str
+    """Empty where nobody asked for it."""
+    stopped: bool
+    """It came to an end of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    prompt: str | list[int]
+    temperature: float
+    max_tokens: int
+    seed: int
+    text: bool = True
+    """What is said is wanted as text too."""
+    asked: str = ""
+    """The user's last words, where this is their answer."""
+    unfinished: Question | None = None
+    """A question that the model goes on with; None: this is an answer."""
 
 
 class Generator:
     """Lets the engine answer; everything it draws is a function of the seed. A place in the batch that gets free goes
     to the next at once. When the time is up answers end where they are."""
 
-    def __init__(self, llm: LLM, seed: int, max_tokens: int, deadline: float = float("inf"), at_once: int = 64) -> None:
+    def __init__(self, llm: LLM | Any, seed: int, max_tokens: int, deadline: float = float("inf"),
+                 at_once: int = 64) -> None:
         """`at_once`: requests that the engine has at a time."""
         self._llm = llm
         self._random = random.Random(seed)
         self._max_tokens = max_tokens
         self._deadline = deadline
         self._at_once = at_once
-        self._asked: deque[_Job] = deque()
+        self._asked: deque[Job] = deque()
         """Questions that are made, and wait for their answer to begin."""
-        self._passages: deque[str] = deque(maxlen=_PASSAGES)
-        """Of answers: texts to ask about."""
+        self._told: deque[Exchange] = deque(maxlen=_PASSAGES)
+        """Answers to ask about."""
+        self._known: set[int] = set()
+        """Questions that were answered greedily, by their hash: nothing new would come of them."""
+        self._around: dict[str | None, tuple[str, str]] = {}
+        """What the chat template writes before and after a question, by the instructions before it."""
         self._count = self._done = self._made = 0
 
     def answer(self, conversations: Sequence[list[dict[str, str]]]) -> Iterator[Pair]:
@@ -165,53 +200,71 @@ class Generator:
         jobs = (job for job in map(self._to_answer, conversations) if job is not None)
         return self._pairs(lambda: next(jobs, None))
 
-    def _to_answer(self, messages: list[dict[str, str]]) -> _Job | None:
-        text = self._llm.render_chat(messages, add_generation_prompt=True)
+    def _to_answer(self, messages: list[dict[str, str]]) -> Job | None:
+        text = self._rendered(messages)
         assert self._llm.tokenizer is not None  # `render_chat` needs it too
         ids = self._llm.tokenizer.encode(text, add_special_tokens=False)
         if 2 * len(ids) > self._llm.max_model_len:
             return None
-        told = self._count % _TOLD == 0
-        return _Job(ids, self._params(self._random.choice(_TEMPERATURES), self._max_tokens, text=told))
+        told, temperature = self._count % _TOLD == 0, self._random.choice(_TEMPERATURES)
+        known = zlib.crc32(text.encode())
+        if temperature == 0.0 and known in self._known:
+            temperature = _TEMPERATURES[-1]
+        self._known.add(known)
+        return Job(ids, temperature, self._max_tokens, self._seed(), told, messages[-1]["content"])
+
+    def _rendered(self, messages: list[dict[str, str]]) -> str:
+        """By the chat template. What it writes around a question is the same for all questions that come after the same
+        instructions, so it is asked once for each of these."""
+        role, asked = messages[-1]["role"], messages[-1]["content"]
+        if len(messages) > 2 or role != "user" or asked != asked.strip():
+            return self._llm.render_chat(messages, add_generation_prompt=True)
+        instructions = messages[0]["content"] if len(messages) == 2 else None
+        around = self._around.get(instructions)
+        if around is None:
+            marked = [*messages[:-1], {"role": role, "content": _MARK}]
+            parts = self._llm.render_chat(marked, add_generation_prompt=True).split(_MARK)
+            whole = self._llm.render_chat(messages, add_generation_prompt=True)
+            if len(parts) != 2 or whole != asked.join(parts):
+                return whole
+            around = self._around[instructions] = (parts[0], parts[1])
+        return asked.join(around)
 
     def converse(self, num_tokens: int) -> Iterator[Pair]:
         """Questions that the model makes up, and their answers, until there are so many tokens of answers."""
         opening = self._user_turn()
         return self._pairs(lambda: self._question(opening, num_tokens))
 
-    def _question(self, opening: str, num_tokens: int) -> _Job | None:
+    def _question(self, opening: str, num_tokens: int) -> Job | None:
         """The next one; None where what is under way will do."""
         under_way = self._count - self._done + len(self._asked)
         if self._made + under_way * self._max_tokens // 2 >= num_tokens:
             return None
-        said = question(self._random, self._passages)
-        if said.whole:
-            job = self._to_answer([{"role": "user", "content": said.text}])
-            if job is not None:
-                return job
-        prompt = {"prompt": opening + said.begins, "add_special_tokens": False}
-        return _Job(prompt, self._params(1.0, _QUESTION_TOKENS, top_p=0.95), said.begins)
+        said = question(self._random, self._told)
+        job = self._to_answer(said.messages()) if said.whole else None
+        if job is not None:
+            return job
+        return Job(opening + said.begins, _ASKING, _QUESTION_TOKENS, self._seed(), unfinished=said)
 
-    def _pairs(self, fresh: Callable[[], _Job | None]) -> Iterator[Pair]:
-        for job, output in self._finished(fresh):
-            found = output.outputs[0]
-            if job.begins is not None:
-                asked = (job.begins + found.text).strip()
-                answering = self._to_answer([{"role": "user", "content": asked}]) if asked else None
+    def _pairs(self, fresh: Callable[[], Job | None]) -> Iterator[Pair]:
+        for job, found in self._finished(fresh):
+            if job.unfinished is not None:
+                asked = (job.unfinished.begins + found.text).strip()
+                answering = self._to_answer(job.unfinished.messages(asked)) if asked else None
                 if answering is not None and time.monotonic() < self._deadline:
                     self._asked.append(answering)
                 continue
-            tokens = without_loop(list(found.token_ids))
-            if len(tokens) < _SHORTEST and found.finish_reason != "stop":
+            tokens = without_loop(found.tokens)
+            if len(tokens) < _SHORTEST and not found.stopped:
                 continue  # hardly begun when the time was up
-            if found.text:
-                self._passages.append(found.text)
+            if found.text.strip():
+                self._told.append(Exchange(job.asked, found.text))
             self._made += len(tokens)
-            yield list(output.prompt_token_ids), tokens
+            yield found.prompt, tokens
 
-    def _finished(self, fresh: Callable[[], _Job | None]) -> Iterator[tuple[_Job, RequestOutput]]:
+    def _finished(self, fresh: Callable[[], Job | None]) -> Iterator[tuple[Job, Said]]:
         """Runs them, questions that wait for an answer first."""
-        running: dict[str, _Job] = {}
+        running: dict[str, Job] = {}
         while True:
             late = time.monotonic() >= self._deadline
             while len(running) < self._at_once and not late:
@@ -219,7 +272,10 @@ class Generator:
                 if job is None:
                     break
                 name, self._count = str(self._count), self._count + 1
-                self._llm.add_request(name, job.prompt, job.params)
+                text = isinstance(job.prompt, str)
+                prompt = {"prompt": job.prompt, "add_special_tokens": False} if text else job.prompt
+                self._llm.add_request(name, prompt, SamplingParams(
+                    temperature=job.temperature, max_tokens=job.max_tokens, seed=job.seed, detokenize=job.text))
                 running[name] = job
             if not running:
                 return
@@ -228,11 +284,12 @@ class Generator:
             for output in self._llm.step(until_done=running):
                 if output.finished:
                     self._done += 1
-                    yield running.pop(output.request_id), output
+                    one = output.outputs[0]
+                    yield running.pop(output.request_id), Said(list(output.prompt_token_ids), list(one.token_ids),
+                                                               one.text, one.finish_reason == "stop")
 
-    def _params(self, temperature: float, max_tokens: int, top_p: float = 1.0, text: bool = True) -> SamplingParams:
-        seed = self._random.randrange(1 << 31)
-        return SamplingParams(temperature=temperature, max_tokens=max_tokens, top_p=top_p, seed=seed, detokenize=text)
+    def _seed(self) -> int:
+        return self._random.randrange(1 << 31)
 
     def _user_turn(self) -> str:
         """What the chat template writes before the user's first word."""

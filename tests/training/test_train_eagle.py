@@ -21,7 +21,7 @@ from quire.training import eagle as eagle_training
 from quire.training import remembered
 from quire.training.eagle import Trainer
 from quire.training.options import TrainingOptions
-from quire.training.questions import question
+from quire.training.questions import Exchange, question
 from quire.training.target import Target
 from quire.training.texts import Generator, Texts, read_questions
 from tests.checkpoints import make_checkpoint
@@ -285,8 +285,15 @@ def test_answers_are_made_until_there_are_enough_or_the_time_is_up() -> None:
 
 
 def test_questions_ask_about_answers_given_before_and_never_what_is_measured() -> None:
-    draw, asked = random.Random(1), set()
+    draw, asked, further, composed = random.Random(1), set(), 0, []
     for _ in range(3000):
-        asked.add(question(draw, ["Bees dance. They fly."]).text)
-    assert any("Bees dance" in one for one in asked) and len(asked) > 1000
+        made = question(draw, [Exchange("What do bees do?", "Bees dance. They fly.")])
+        asked.add(made.text)
+        goes_on = made.messages()[-2:-1] == [{"role": "assistant", "content": "Bees dance. They fly."}]
+        further += goes_on
+        if made.whole and not goes_on and "Bees dance" not in made.text:
+            composed.append(made.text)  # neither goes on with an answer nor is gone on with
+    assert any("Bees dance" in one for one in asked) and 100 < further < 500
+    assert len(composed) > 1000 and len(set(composed)) > 0.9 * len(composed)
+    assert not any(mark in one for one in asked for mark in "{}")
     assert not asked & {text for kind in TEXTS.values() for text in kind.values()}
