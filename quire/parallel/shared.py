@@ -24,7 +24,7 @@ from quire.kernels.slices import RankTree
 from quire.parallel.collectives import KernelGroup, Link, TensorGroup
 
 SLOT_BYTES = 16 << 20
-"""Of a slot, of which every rank of a group has two: larger sums go in several exchanges. The logits of a decoding batch
+"""Of a slot, of which every rank of a group has two: larger sums go in several exchanges. Logits of a decoding batch
 should fit, since the head is read anew for every exchange. Pages that nobody writes take no memory."""
 LINK_BYTES = 4 << 20
 TIMEOUT = 300.0
