@@ -23,8 +23,9 @@ from quire.kernels.cpu.library import load
 from quire.kernels.slices import RankTree
 from quire.parallel.collectives import KernelGroup, Link, TensorGroup
 
-SLOT_BYTES = 2 << 20
-"""Of a slot, of which every rank of a group has two: larger sums go in several exchanges."""
+SLOT_BYTES = 16 << 20
+"""Of a slot, of which every rank of a group has two: larger sums go in several exchanges. Logits of a decoding batch
+should fit, since the head is read anew for every exchange. Pages that nobody writes take no memory."""
 LINK_BYTES = 4 << 20
 TIMEOUT = 300.0
 """Seconds that a rank waits for one that lives and does not come."""
@@ -35,7 +36,7 @@ _WORD = struct.Struct("I")
 _REASONS = {1: "the group was told to stop", 2: "it did not come in time", 3: "its process is gone"}
 
 
-_PATIENCE = ("most_ns", "spin_ns", "timeout_ns", "waited_ns")
+_PATIENCE = ("most_ns", "spin_ns", "timeout_ns", "waited_ns", "met_ns")
 
 
 class _Group(ctypes.Structure):
@@ -88,7 +89,7 @@ class SharedGroup(TensorGroup):
         self._library = library = load()
         address, self._held = _address(memory, library.quire_group_bytes(size, slot_bytes))
         self._slot_bytes = slot_bytes
-        self._group = _Group(address, rank, size, slot_bytes, _spin_ns(size), _spin_ns(size), int(timeout * 1e9), 0)
+        self._group = _Group(address, rank, size, slot_bytes, _spin_ns(size), _spin_ns(size), int(timeout * 1e9))
         self._at = ctypes.addressof(self._group)
         self._state = ctypes.c_int32()
         self._parts, self._lengths = (ctypes.c_void_p * size)(), (ctypes.c_int64 * size)()
@@ -215,7 +216,7 @@ class SharedLink(Link):
             raise EngineError("the memory of a link is too small: use shared_link_bytes")
         address, self._held = _address(memory, library.quire_link_bytes(capacity))
         self._sends = sends
-        self._end = _LinkEnd(address, capacity, _spin_ns(ranks), _spin_ns(ranks), int(timeout * 1e9), 0)
+        self._end = _LinkEnd(address, capacity, _spin_ns(ranks), _spin_ns(ranks), int(timeout * 1e9))
         library.quire_link_join(ctypes.addressof(self._end), sends)
 
     @property

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 
 from quire.errors import EngineError, RankLostError
 from quire.kernels.slices import RankTree, add_in_tree
+from quire.parallel import shared
 from quire.parallel.collectives import Link, TensorGroup
 from quire.parallel.over_links import LinkGroup, SocketLink
 from quire.parallel.shared import SharedGroup, SharedLink, abort, shared_group_bytes, shared_link_bytes
@@ -130,6 +132,34 @@ def test_memory_that_is_too_small_or_read_only_is_refused() -> None:
         SharedLink(mmap.mmap(-1, 100), sends=True)
     with pytest.raises(EngineError, match="bytes"):
         shared_groups(2)[0].rows_at_once(SLOT + 1)
+
+
+def test_a_rank_goes_on_spinning_for_one_that_has_more_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait longer than spinning lasts, but short beside what was computed before, is no reason to sleep sooner; one
+    that is long beside it is."""
+    monkeypatch.setattr(shared, "_spin_ns", lambda processes: 1_000_000)
+    memory = mmap.mmap(-1, shared_group_bytes(2, SLOT))
+    waits, late = (SharedGroup(memory, rank, 2, timeout=60.0, slot_bytes=SLOT) for rank in range(2))
+
+    def give(group: SharedGroup, seconds: float) -> None:
+        time.sleep(seconds)
+        group.exchange(torch.ones(1))
+
+    def exchange(waits_after: float, late_after: float) -> int:
+        side_by_side([partial(give, waits, waits_after), partial(give, late, late_after)])
+        return int(waits._group.spin_ns)
+
+    exchange(0.0, 0.01)  # from here on it knows how long it computes
+    waits._group.spin_ns = 1_000_000
+    assert [exchange(0.5, 0.55) for _ in range(2)] == [1_000_000, 1_000_000]
+    assert exchange(0.0, 0.2) == 500_000
+    assert exchange(0.5, 0.55) == 1_000_000
+
+
+def test_logits_of_a_decoding_batch_are_one_exchange() -> None:
+    """Else the head is read several times: here two ranks of Qwen3 with 32 sequences."""
+    memory = mmap.mmap(-1, shared_group_bytes(2))
+    assert SharedGroup(memory, 0, 2).rows_at_once(4 * 151936 // 2) >= 32
 
 
 def test_a_timeout_and_an_abort_end_the_waiting() -> None:

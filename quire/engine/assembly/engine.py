@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
     from quire.peers.hub import PeerHub
 
+_LEAST_CHUNK = 128
+"""Tokens of a step however many stages there are: with fewer rows a CPU's GEMMs read and widen weights too often."""
+
 
 @dataclass(slots=True)
 class Engine:
@@ -160,11 +163,16 @@ def build_cache(config: EngineConfig, spec: DecoderSpec, pool: PoolSize, cost: M
 
 
 def limits_of(config: EngineConfig, max_model_len: int) -> Limits:
-    """The scheduler's limits; without chunking a step holds a whole prompt unless the user said otherwise."""
-    options = config.scheduler
+    """The scheduler's limits; without chunking a step holds a whole prompt unless the user said otherwise.
+
+    Stages of a pipeline have as many steps in flight, which share what one step would hold: a stage waits for the first
+    chunk of prompts as long as the stages before it compute it, and for each that is dearer than the one before."""
+    options, stages = config.scheduler, config.parallel.pipeline_parallel_size
     budget = options.max_num_batched_tokens
     if budget is None:
-        budget = max(CPU_DEFAULTS.max_num_batched_tokens, 0 if options.enable_chunked_prefill else max_model_len)
+        budget = max(_LEAST_CHUNK, CPU_DEFAULTS.max_num_batched_tokens // stages)
+        if not options.enable_chunked_prefill:
+            budget = max(CPU_DEFAULTS.max_num_batched_tokens, max_model_len)
     return Limits(
         max_num_seqs=options.num_seqs(gpu=config.model.device == "cuda"),
         max_num_batched_tokens=budget,
@@ -173,5 +181,5 @@ def limits_of(config: EngineConfig, max_model_len: int) -> Limits:
         max_num_partial_prefills=options.max_num_partial_prefills,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         fetch_timeout=config.cache.kv_fetch_timeout,
-        num_stages=config.parallel.pipeline_parallel_size,
+        num_stages=stages,
     )

@@ -8,7 +8,9 @@
  *
  * All zero is the state at the start. Waiting spins for a moment, then sleeps on a futex and looks every few
  * milliseconds whether somebody asked to stop or the other process is gone. How long it spins is learned: where spinning
- * was in vain, because the other rank has no core just now, the next wait spins half as long. */
+ * was in vain, because the other rank has no core just now, the next wait spins half as long. Not so in a group if the wait
+ * took less than half of the time that this rank has computed before it: then the other rank has a core and only more to do.
+ * Prompts have such waits of milliseconds, and the many short ones of decoding that follow should spin. */
 #define _GNU_SOURCE
 #include "export.h"
 #include "pool.h"
@@ -54,9 +56,10 @@ typedef struct {
     char unused[LINE - 4];
 } header;
 
-/* How a rank waits: `most_ns` is how long it spins at most, `spin_ns` how long just now. */
+/* How a rank waits: `most_ns` is how long it spins at most, `spin_ns` how long just now. `met_ns`: when the last exchange of
+ * a group was over. */
 typedef struct {
-    int64_t most_ns, spin_ns, timeout_ns, waited_ns;
+    int64_t most_ns, spin_ns, timeout_ns, waited_ns, met_ns;
 } patience;
 
 /* A group as one of its ranks sees it. */
@@ -102,6 +105,8 @@ static void sleep_on(bell *b, uint32_t target) {
     atomic_fetch_sub(&b->sleepers, 1);
 }
 
+static int64_t doubled(int64_t spin_ns, int64_t most_ns) { return spin_ns * 2 < most_ns ? spin_ns * 2 : most_ns; }
+
 /* Until the bell has reached `target`, or there is no use in waiting. */
 static int await(bell *b, uint32_t target, _Atomic uint32_t *abort, _Atomic int32_t *process, patience *p) {
     if (atomic_load_explicit(abort, memory_order_relaxed)) return ABORTED;
@@ -113,7 +118,7 @@ static int await(bell *b, uint32_t target, _Atomic uint32_t *abort, _Atomic int3
             if (reached(b, target)) state = OK;
         now = now_ns();
     }
-    if (state == OK) p->spin_ns = p->spin_ns * 2 < p->most_ns ? p->spin_ns * 2 : p->most_ns;
+    if (state == OK) p->spin_ns = doubled(p->spin_ns, p->most_ns);
     else if (p->spin_ns / 2 >= LEAST_SPIN_NS) p->spin_ns /= 2;
     while (state < 0) {
         sleep_on(b, target);
@@ -147,6 +152,17 @@ static int await_all(group *g, uint32_t target) {
     return OK;
 }
 
+/* As await_all, for the others to arrive at the exchange that this rank has arrived at. */
+static int meet(group *g, uint32_t target) {
+    patience *p = &g->patience;
+    int64_t spin = p->spin_ns, before = p->waited_ns;
+    int state = await_all(g, target);
+    int64_t now = now_ns(), waited = p->waited_ns - before;
+    if (waited > 0 && waited * 2 < now - waited - p->met_ns) p->spin_ns = doubled(spin, p->most_ns);
+    p->met_ns = now;
+    return state;
+}
+
 /* Bytes of a group's memory. */
 EXPORT int64_t quire_group_bytes(int64_t size, int64_t slot_bytes) {
     return (int64_t)sizeof(header) + size * ((int64_t)sizeof(cell) + 2 * slot_bytes);
@@ -175,7 +191,7 @@ static void arrive(group *g, int64_t bytes) {
 EXPORT int32_t quire_group_exchange(group *g, int64_t bytes, const void **parts, int64_t *lengths) {
     uint32_t number = own_count(g);
     arrive(g, bytes);
-    int state = await_all(g, number + 1);
+    int state = meet(g, number + 1);
     for (int64_t r = 0; state == OK && r < g->size; r++) {
         parts[r] = slot_of(g, r, number);
         lengths[r] = cell_of(g, r)->lengths[number % 2];
@@ -199,19 +215,18 @@ typedef struct {
 
 static void sum_task(void *arg, int64_t task) {
     const sum_job *job = arg;
-    float stack[MAX_STACK][BLOCK] __attribute__((aligned(64)));
+    float room[MAX_STACK][BLOCK] __attribute__((aligned(64)));
+    const float *stack[MAX_STACK]; /* a rank's node where it lies, or a sum in the room of that place */
     int64_t row = task / job->blocks, col = task % job->blocks * BLOCK, top = 0;
     int64_t n = job->width - col < BLOCK ? job->width - col : BLOCK, at = row * job->width + col;
     for (const tree_step *s = job->steps; s < job->steps + job->num_steps; s++) {
-        const float *from = (const float *)slot_of(job->g, s->rank, job->number) + s->node * job->rows * job->width + at;
-        if (s->merges == 0) {
-            memcpy(stack[top++], from, (size_t)n * sizeof(float));
-            continue;
+        stack[top++] = (const float *)slot_of(job->g, s->rank, job->number) + s->node * job->rows * job->width + at;
+        for (int64_t m = 0; m < s->merges; m++, top--) {
+            const float *left = stack[top - 2], *right = stack[top - 1];
+            float *to = room[top - 2];
+            for (int64_t i = 0; i < n; i++) to[i] = left[i] + right[i];
+            stack[top - 2] = to;
         }
-        float *to = stack[top - 1];
-        for (int64_t i = 0; i < n; i++) to[i] = to[i] + from[i];
-        for (int64_t m = 1; m < s->merges; m++, top--)
-            for (int64_t i = 0; i < n; i++) stack[top - 2][i] = stack[top - 2][i] + stack[top - 1][i];
     }
     float *out = job->out + at;
     const float *bias = job->bias ? job->bias + col : NULL, *residual = job->residual ? job->residual + at : NULL;
@@ -228,7 +243,7 @@ EXPORT int32_t quire_group_sum(group *g, int64_t bytes, const tree_step *steps, 
                                int64_t width, const float *bias, const float *residual, float *out) {
     uint32_t number = own_count(g);
     arrive(g, bytes);
-    int state = await_all(g, number + 1);
+    int state = meet(g, number + 1);
     if (state != OK) return state;
     sum_job job = {g, number, steps, num_steps, rows, width, (width + BLOCK - 1) / BLOCK, bias, residual, out};
     if (rows * width < 65536)
@@ -244,7 +259,7 @@ EXPORT int32_t quire_group_gather(group *g, int64_t bytes, const int64_t *widths
     uint32_t number = own_count(g);
     arrive(g, bytes);
     if (!out) return OK;
-    int state = await_all(g, number + 1);
+    int state = meet(g, number + 1);
     if (state != OK) return state;
     int64_t width = 0;
     for (int64_t r = 0; r < g->size; r++) width += widths[r];
@@ -284,7 +299,7 @@ EXPORT int32_t quire_group_embed(group *g, const int64_t *ids, int64_t count, co
         }
         uint32_t number = own_count(g);
         arrive(g, rows * width * (int64_t)sizeof(float));
-        state = await_all(g, number + 1);
+        state = meet(g, number + 1);
         if (state != OK) return state;
         for (int64_t i = 0; i < rows; i++) {
             int64_t owner = 0;
@@ -301,7 +316,7 @@ RECORDED_CHECK(quire_group_embed, PTR(0), PTR(1), INT(2), PTR(3), PTR(4), INT32(
 EXPORT int32_t quire_group_pick(group *g, const int64_t *owners, int64_t rows, int64_t width, float *out) {
     uint32_t number = own_count(g);
     arrive(g, rows * width * (int64_t)sizeof(float));
-    int state = await_all(g, number + 1);
+    int state = meet(g, number + 1);
     for (int64_t i = 0; state == OK && i < rows; i++)
         memcpy(out + i * width, (float *)slot_of(g, owners[i], number) + i * width, (size_t)width * sizeof(float));
     return state;
