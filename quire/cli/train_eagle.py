@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="who answers: an engine, or the model's rows in lockstep, many more tokens a second on a "
                              "GPU; auto: lockstep there, else an engine")
     parser.add_argument("--rows", type=int, metavar="N",
-                        help="answers at once in lockstep, over all processes (default: 6144 on a GPU, else 32)")
+                        help="answers at once in lockstep, over all processes (default: 6144 on a GPU, or as many as "
+                             "its memory holds; else 32)")
     parser.add_argument("--generate-seconds", type=float, default=float("inf"), metavar="S",
                         help="begin no new questions after so long")
     parser.add_argument("--train-seconds", type=float, default=float("inf"), metavar="S", help="stop training then")
@@ -120,6 +121,8 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
     if args.rows is not None and args.rows < 1:
         raise UsageError("--rows must be at least 1")
+    if args.rows is not None and not _lockstep(args):
+        raise UsageError("--rows goes with answers in lockstep: add --generate-with lockstep")
     if args.weight_decay < 0.0:
         raise UsageError("--weight-decay must not be negative")
     if args.own is not None and args.own < 1:
@@ -144,11 +147,14 @@ def _texts(args: argparse.Namespace, folder: Path, until: float | None) -> Any:
     seconds = None if args.generate_seconds == float("inf") else args.generate_seconds
     options = GenerationOptions(args.model, args.device, args.seed, args.max_length, args.max_answer, args.data,
                                 args.own or 0, seconds, until, args.num_threads, args.generators,
-                                lockstep=args.generate_with == "lockstep" or (
-                                    args.generate_with == "auto" and args.device == "cuda"), rows=args.rows)
+                                lockstep=_lockstep(args), or_engine=args.generate_with == "auto", rows=args.rows)
     texts = make_texts(options, folder, _say)
     texts.save(path)
     return texts
+
+
+def _lockstep(args: argparse.Namespace) -> bool:
+    return args.generate_with == "lockstep" or (args.generate_with == "auto" and args.device == "cuda")
 
 
 def _say(text: str) -> None:

@@ -19,7 +19,7 @@ from quire.errors import EngineError
 from quire.llm import LLM
 from quire.models.loader.source import resolve_model
 from quire.training.lockstep import LockstepGenerator, Voice
-from quire.training.rows import Rows
+from quire.training.rows import Rows, rows_with_room
 from quire.training.target import Target
 from quire.training.texts import Generator, Pair, Texts, read_questions
 
@@ -59,6 +59,8 @@ class GenerationOptions:
     """Processes that share the device with this one, itself included."""
     lockstep: bool = False
     """Answers are made in lockstep, not by an engine."""
+    or_engine: bool = False
+    """But by an engine, where that fails."""
     rows: int | None = None
     """Answers at once in lockstep, over all processes."""
 
@@ -72,23 +74,34 @@ class GenerationOptions:
 def make_texts(options: GenerationOptions, folder: Path, say: Say) -> Texts:
     if options.processes > 1:
         return _in_processes(options, folder, say)
-    return (_in_lockstep if options.lockstep else _by_engine)(options, say)
+    if not options.lockstep:
+        return _by_engine(options, say)
+    if not options.or_engine or options.share > 1:
+        return _in_lockstep(options, say)
+    try:
+        return _in_lockstep(options, say)
+    except (EngineError, RuntimeError) as error:  # of torch: memory, or a kernel that a chip does not run
+        say(f"no texts in lockstep ({str(error).splitlines()[0]}); an engine makes them instead")
+    return _by_engine(options, say)
 
 
 def _in_lockstep(options: GenerationOptions, say: Say) -> Texts:
     source = resolve_model(options.model)
     target = Target(source, options.device, options.num_threads)
     many = max(1, (options.rows or (_ROWS if options.device == "cuda" else _CPU_SEQUENCES)) // options.share)
+    many = min(many, rows_with_room(target, options.max_length, options.share))
     many = many if many < 64 else many // 64 * 64
     rows = Rows(target, many, options.max_length, options.seed)
-    voice = Voice(source.tokenizer(), options.max_length)
-    generator = LockstepGenerator(target, voice, rows, source.eos_token_ids, options.seed, options.max_answer,
-                                  options.deadline)
-    say(f"{many} answers at once")
-    found = _collected(generator, options, say)
-    if generator.agreed is not None:
-        say(f"of greedy answers, the target would say {generator.agreed:.1%} of the tokens itself")
-    return found
+    try:
+        generator = LockstepGenerator(target, Voice(source.tokenizer(), rows.length), rows, source.eos_token_ids,
+                                      options.seed, options.max_answer, options.deadline)
+        say(f"{many} answers at once")
+        found = _collected(generator, options, say)
+        if generator.agreed is not None:
+            say(f"of greedy answers, the target would say {generator.agreed:.1%} of the tokens itself")
+        return found
+    finally:
+        rows.close()
 
 
 def _by_engine(options: GenerationOptions, say: Say) -> Texts:
@@ -129,7 +142,8 @@ def _in_processes(options: GenerationOptions, folder: Path, say: Say) -> Texts:
         for process in running:
             process.kill()
     failed = [code for code in codes if code]
-    if len(failed) == count and options.lockstep and (options.until is None or time.monotonic() < options.until):
+    in_time = options.until is None or time.monotonic() < options.until
+    if len(failed) == count and options.lockstep and options.or_engine and in_time:
         say(f"no process made any texts in lockstep: {explain_exit(failed[0])}; engines make them instead")
         return _in_processes(replace(options, lockstep=False, processes=max(count, _ENGINES)), folder, say)
     if len(failed) == count:

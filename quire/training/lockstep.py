@@ -84,6 +84,8 @@ class Lockstep:
             if found is None:
                 break
             name, prompt, temperature, most = found
+            if len(prompt) >= self._batch.length:
+                raise EngineError(f"a prompt of {len(prompt)} tokens in rows of {self._batch.length}")
             self._running[row] = _Row(name, prompt, min(most, self._batch.length - len(prompt)))
             self._lengths[row] = 0
             began.append(row)

@@ -6,20 +6,39 @@ the last one left them; the host looks at what was drawn every `CHUNK` steps.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.errors import InvariantError
 from quire.kernels.types import HeadShape, LayerCache, StepContext
 from quire.training.target import Target
+
+if TYPE_CHECKING:
+    from quire.worker.gpu.graphs import GraphCache
 
 CHUNK = 16
 """Steps between two looks of the host."""
 _BLOCK = 16
 _PROMPT_TOKENS = 16384
 """Of prompts that are computed at once."""
+_KV_SHARE = 0.8
+"""Of a GPU's free memory, and of a process's share of it all, what the rows' KV may take."""
+
+
+def rows_with_room(target: Target, length: int, share: int) -> int:
+    """How many of them a GPU has memory for, which so many processes share."""
+    if target.device.type != "cuda":
+        return 1 << 30
+    decoder = target.decoder
+    each = decoder.spec.kv_bytes_per_block(_BLOCK, decoder.ops.dtype.itemsize)
+    each *= -(-min(length, decoder.max_model_len) // _BLOCK)
+    free, whole = torch.cuda.mem_get_info(target.device)
+    return max(1, int(_KV_SHARE * min(free, whole / share) / each))
 
 
 class Rows:
@@ -46,6 +65,7 @@ class Rows:
             """What was drawn before the chunk, and in each step of it."""
             self._at = torch.zeros(1, dtype=torch.int64)
         self._launch: Callable[[], None] = self._step
+        self._graphs: GraphCache | None = None
         attention = self._decoder.ops.attention
         self._splits: tuple = ()
         if attention is not None:
@@ -63,11 +83,20 @@ class Rows:
     def _capture(self) -> None:
         from quire.worker.gpu.graphs import GraphCache
 
-        graphs = GraphCache(self._device, lambda rung, separate_rope: self._step())
+        graphs = self._graphs = GraphCache(self._device, lambda rung, separate_rope: self._step())
         graphs.capture([self.count])
         self._launch = lambda: graphs.run(self.count)
         for tensor in (self._ids, self._positions, self._at):
             tensor.zero_()
+
+    def close(self) -> None:
+        """Give its memory back, for what is done after it."""
+        if self._graphs is not None:
+            self._graphs.close()
+        self._graphs, self._launch, self._caches = None, _closed, []
+        if self._device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], temperatures: Sequence[float]) -> None:
@@ -149,3 +178,7 @@ class Rows:
         noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_().log_()
         scores = logits.float() / torch.where(hot, temperatures[:, None], 1.0)
         return torch.where(hot, scores - noise, scores).argmax(-1)
+
+
+def _closed() -> None:
+    raise InvariantError("these rows are closed: they say no more")

@@ -210,7 +210,8 @@ class Generator:
         known = zlib.crc32(text.encode())
         if temperature == 0.0 and known in self._known:
             temperature = _TEMPERATURES[-1]
-        self._known.add(known)
+        if temperature == 0.0:
+            self._known.add(known)
         return Job(ids, temperature, self._max_tokens, self._seed(), told, messages[-1]["content"])
 
     def _rendered(self, messages: list[dict[str, str]]) -> str:

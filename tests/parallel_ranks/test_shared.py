@@ -151,9 +151,9 @@ def test_a_rank_goes_on_spinning_for_one_that_has_more_to_do(monkeypatch: pytest
 
     exchange(0.0, 0.01)  # from here on it knows how long it computes
     waits._group.spin_ns = 1_000_000
-    assert [exchange(0.5, 0.55) for _ in range(2)] == [1_000_000, 1_000_000]
+    assert [exchange(1.2, 1.25) for _ in range(2)] == [1_000_000, 1_000_000]
     assert exchange(0.0, 0.2) == 500_000
-    assert exchange(0.5, 0.55) == 1_000_000
+    assert exchange(1.2, 1.25) == 1_000_000
 
 
 def test_logits_of_a_decoding_batch_are_one_exchange() -> None:

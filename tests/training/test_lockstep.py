@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
 from collections.abc import Sequence
@@ -12,12 +13,15 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.errors import EngineError
+from quire.cli import train_eagle
+from quire.cli.commands import UsageError
+from quire.errors import EngineError, InvariantError
 from quire.models.loader.source import resolve_model
+from quire.training import generate
 from quire.training.lockstep import Lockstep, LockstepGenerator, Spoken, Voice
 from quire.training.rows import CHUNK, Rows
 from quire.training.target import Seen, Target
-from quire.training.texts import without_loop
+from quire.training.texts import Texts, without_loop
 from tests.checkpoints import make_checkpoint
 
 PROMPTS = [[random.Random(i).randrange(3, 97) for _ in range(1 + 5 * i % 23)] for i in range(11)]
@@ -147,3 +151,39 @@ def test_an_answer_is_cut_where_a_run_of_tokens_comes_for_the_third_time() -> No
         runs = [tuple(again[at : at + 12]) for at in range(len(again) - 11)]
         third = [at for at, run in enumerate(runs) if runs[:at].count(run) == 2]
         assert without_loop(again) == (again[: third[0]] if third else again)
+
+
+def test_a_prompt_that_fills_its_row_is_refused_and_closed_rows_say_nothing(target: Target) -> None:
+    rows = Rows(target, 2, 32, 0)
+    with pytest.raises(EngineError, match="a prompt of 32 tokens in rows of 32"):
+        spoken(Lockstep(rows, ()), [(0, [5] * 32, 0.0, 4)])
+    rows.close()
+    with pytest.raises(InvariantError, match="closed"):
+        rows.run()
+
+
+@pytest.mark.parametrize("or_engine", [True, False])
+def test_one_process_goes_on_with_an_engine_unless_lockstep_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, or_engine: bool
+) -> None:
+    def fails(*_: object) -> Texts:
+        raise torch.OutOfMemoryError("no memory\nat all")
+
+    made, said = Texts.of([([1, 2], [3])]), list[str]()
+    monkeypatch.setattr(generate, "_in_lockstep", fails)
+    monkeypatch.setattr(generate, "_by_engine", lambda *_: made)
+    options = generate.GenerationOptions("model", "cuda", 0, 64, 32, tokens=10, lockstep=True, or_engine=or_engine)
+    if or_engine:
+        assert generate.make_texts(options, tmp_path, said.append) is made
+        assert said == ["no texts in lockstep (no memory); an engine makes them instead"]
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            generate.make_texts(options, tmp_path, said.append)
+
+
+def test_rows_are_refused_where_nothing_runs_in_lockstep(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    train_eagle.add_arguments(parser)
+    given = ["--out", str(tmp_path), "--self", "10", "--rows", "8"]
+    with pytest.raises(UsageError, match="--rows goes with answers in lockstep"):
+        train_eagle.run(parser.parse_args(given))

@@ -1,4 +1,5 @@
-"""Decode attention of one or two sequences over the projection's raw q, k, v (Hopper), whose time is latency.
+"""Decode attention of one or two sequences, or of few rows with drafts, over the projection's raw q, k, v (Hopper),
+whose time is latency.
 
 As `attention_rope`: norm, rotation and the KV write are part of it. There the keys of a piece are read after q is
 rotated; here before the kernel before has ended. Heads of 128 features, at most eight query heads to a KV head, keys in

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from quire.kernels.triton import attention_few
+from quire.kernels.triton import attention_few, attention_few_kernel
 from quire.kernels.types import HeadShape, HeadTurn, pair_cache
 from tests.kernels.triton import cases, drafted
 from tests.kernels.triton.gluon_interpreter import interpreting
@@ -63,6 +63,10 @@ def test_drafts_read_the_keys_of_rows_before_them(
     torch.manual_seed(len(sequences) + sequences[0][0])
     with interpreting(order, None, EARLY):
         drafted.check_drafted_rows("cpu", torch.bfloat16, shape, sequences, **options)
+
+
+def test_a_row_looks_back_as_far_as_a_step_with_drafts_has_rows() -> None:
+    assert attention_few_kernel._LOOKED_AT.value == attention_few.MOST_DRAFTED
 
 
 def test_what_it_does_not_know_is_left_to_the_other_kernel() -> None:
