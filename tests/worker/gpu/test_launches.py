@@ -89,6 +89,29 @@ def test_more_rows_make_each_sum_with_the_norm_after_it(
     assert len(allocated) == 2 * 4 + 1, "norms, gates and attention: GEMMs have memory of their own"
 
 
+@pytest.mark.parametrize(("separate_rope", "fits"), [(True, True), (True, False), (False, True)])
+def test_rows_with_drafts_rotate_inside_their_attention_where_its_kernel_can(
+    monkeypatch: pytest.MonkeyPatch, separate_rope: bool, fits: bool
+) -> None:
+    """Which is told that they may read each other's keys; four rows without drafts are the other kernel's."""
+    from quire.attention import triton as attention
+
+    asked: list[bool] = []
+
+    def attend(qkv: torch.Tensor, *_: Any, out: torch.Tensor, drafts: bool, **__: Any) -> None:
+        asked.append(drafts)
+        out.zero_()
+
+    worker = worker_of(monkeypatch, QWEN3)
+    monkeypatch.setattr(attention, "few_fits", lambda *_: fits)
+    monkeypatch.setattr(attention, "few_decode_attention", attend)
+    launched, _ = decode(worker, 4, separate_rope)
+    fused = separate_rope and fits
+    assert asked == ([True] * 2 if fused else [])
+    assert launched.count("rope_cache") == (2 if separate_rope and not fits else 0)
+    assert launched.count("rope_decode") == (0 if separate_rope else 2)
+
+
 def test_deterministic_steps_are_never_fused_with_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in (1, 4):
         launched, _ = decode(worker_of(monkeypatch, QWEN3, deterministic=True), rows)
