@@ -57,7 +57,12 @@ class CodesRowShape:
     @property
     def registers(self) -> int | None:
         """Of a thread at most."""
-        return min(_REGISTERS // (self.programs * self.warps * 32) // 8 * 8, 255) if self.programs else None
+        return most_registers(self.programs, self.warps)
+
+
+def most_registers(programs: int, warps: int) -> int | None:
+    """Of a thread, where a multiprocessor must have room for so many programs of so many warps; 0: any number."""
+    return min(_REGISTERS // (programs * warps * 32) // 8 * 8, 255) if programs else None
 
 
 def run_of(weight: PackedCodes | Tensor) -> int:

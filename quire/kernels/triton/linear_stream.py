@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from quire.kernels.triton.activation import KINDS
+from quire.kernels.triton.codes_row import most_registers
 
 try:
     from triton.experimental.gluon import language as gl
@@ -27,8 +28,6 @@ except ImportError:  # another version of Triton
 MOST_ROWS = 16
 _COLUMN = 8
 """Rows are columns of an MMA, which has eight."""
-_REGISTERS = 1 << 16
-"""Of a multiprocessor."""
 _HOPPER = 9
 
 
@@ -48,7 +47,7 @@ class StreamShape:
     @property
     def registers(self) -> int | None:
         """Of a thread at most."""
-        return min(_REGISTERS // (self.programs * self.warps * 32) // 8 * 8, 255) if self.programs else None
+        return most_registers(self.programs, self.warps)
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
