@@ -261,8 +261,6 @@ EXPORT int32_t quire_group_gather(group *g, int64_t bytes, const int64_t *widths
     if (!out) return OK;
     int state = meet(g, number + 1);
     if (state != OK) return state;
-    int64_t width = 0;
-    for (int64_t r = 0; r < g->size; r++) width += widths[r];
     for (int64_t row = 0; row < rows; row++)
         for (int64_t r = 0; r < g->size; out += widths[r++])
             memcpy(out, (float *)slot_of(g, r, number) + row * widths[r], (size_t)widths[r] * sizeof(float));
