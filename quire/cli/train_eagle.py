@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--teacher-temperature", type=float, default=_DEFAULTS.teacher_temperature, metavar="T",
                         help="below 1 the likeliest tokens count more in what the head learns (default: "
                              f"{_DEFAULTS.teacher_temperature})")
-    parser.add_argument("--weights", choices=("bfloat16", "int8"), default=_DEFAULTS.weights,
+    parser.add_argument("--weights", choices=("bfloat16", "int8", "int4"), default=_DEFAULTS.weights,
                         help=f"how the head is stored (default: {_DEFAULTS.weights})")
     parser.add_argument("--start", choices=("auto", "target", "random"), default=_DEFAULTS.start,
                         help="where training begins: at the model's last layer, or at random; auto: at the layer where "

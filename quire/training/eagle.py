@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import ConfigError
+from quire.kernels.quantized import UNIT
 from quire.training.distill import distilled
-from quire.training.head import HeadShape, TrainedHead, moved_on
+from quire.training.head import HeadShape, Matrices, TrainedHead, moved_on
 from quire.training.options import TrainingOptions
 from quire.training.remembered import Remembered
-from quire.training.rounded import ROUNDED_CONFIG, rounded
+from quire.training.rounded import PACKED_CONFIG, ROUNDED_CONFIG, on_grid, packed, rounded
 from quire.training.start import begin_at, can_begin_at
 from quire.training.target import Seen, Target
 from quire.training.texts import Texts
@@ -95,7 +96,9 @@ class Trainer:
         self._remembered = Remembered(target, texts.begins[1:].tolist())
         vocab = target.decoder.spec.vocab_size
         self.guessed = texts.commonest(min(options.draft_vocab, vocab), vocab)
-        self._rows = target.head_rows(self.guessed).to(self._dtype)
+        rows = target.head_rows(self.guessed).float()
+        self._rows = rows.to(self._dtype)
+        self._guessing_rows = on_grid(rows).to(self._dtype) if self._rounds else self._rows
         self._place = torch.full((vocab,), -1, dtype=torch.int64)
         self._place[self.guessed] = torch.arange(len(self.guessed))
         self._place = self._place.to(self._device)
@@ -123,10 +126,21 @@ class Trainer:
         scale = 1.0 / float(self._rows.float().norm(dim=1).mean().clamp(min=1e-6))
         shape = HeadShape(spec.hidden_size, len(self.target.states), attention.num_heads, attention.num_kv_heads,
                           attention.head_dim, self.options.intermediate, spec.layers[0].norm.eps, rope.theta)
-        head = TrainedHead(shape, rms, scale, self.options.seed)
+        head = TrainedHead(shape, rms, scale, self.options.seed, self._rounds)
         if self.begins_at_target:
             begin_at(head, self.target, rms, scale)
         return head
+
+    @property
+    def _rounds(self) -> bool:
+        """A head that is stored in 4 bits computes with them in training too."""
+        spec = self.target.decoder.spec
+        attention = spec.layers[0].attention
+        widths = (spec.hidden_size, self.options.intermediate, attention.num_heads * attention.head_dim)
+        if self.options.weights == "int4" and any(width % UNIT for width in widths):
+            raise ConfigError(f"matrices of widths {widths} have no whole groups of {UNIT} columns for int4: take int8",
+                              "weights")
+        return self.options.weights == "int4"
 
     @property
     def begins_at_target(self) -> bool:
@@ -188,27 +202,28 @@ class Trainer:
     def _see(self, batch: Batch) -> Seen:
         return self._remembered.see(batch.texts, batch.rows, batch.where)
 
-    def _unrolled(self, batch: Batch, fused: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _unrolled(self, batch: Batch, fused: Tensor, by: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
         """For each drafted step: guessed features [n, hidden] and the places they are of."""
         embedded = self.target.embeddings(batch.rows).to(self._dtype)
         features = moved_on(fused)
         steps: list[tuple[Tensor, Tensor]] = []
         for places in batch.places:
-            x, steps = self.head.step(embedded, features, steps)
+            x, steps = self.head.step(embedded, features, steps, by)
             yield x.flatten(0, 1).index_select(0, places), places
             features = moved_on(x)
 
     def _loss(self, batch: Batch, seen: Seen) -> Tensor:
         final = seen.final.to(self._dtype).flatten(0, 1)
         taught = F.linear(final[batch.places[0]], self._rows)
-        fused = self.head.fused(seen.states.to(self._dtype))
+        by = self.head.matrices(self._dtype)
+        fused = self.head.fused(seen.states.to(self._dtype), by)
         true = fused.detach().flatten(0, 1)
         known = (self._place[seen.best] >= 0).flatten()
         total = torch.zeros((), device=self._device)
-        for j, (kept, places) in enumerate(self._unrolled(batch, fused)):
+        for j, (kept, places) in enumerate(self._unrolled(batch, fused, by)):
             weight = known[places].float()
             weight = weight * (_FADING**j / weight.sum().clamp(min=1.0))
-            total = total + distilled(self.head.normed(kept), self._rows, taught, batch.among[j], weight,
+            total = total + distilled(self.head.normed(kept), self._guessing_rows, taught, batch.among[j], weight,
                                       self.options.teacher_temperature)
             apart = F.smooth_l1_loss(kept.float(), true[places].float()) if len(places) else 0.0
             total = total + _FADING**j * self.options.feature_weight * apart
@@ -273,6 +288,7 @@ class Trainer:
         depth, size = self.options.depth, max(1, self.options.batch_tokens // self.options.max_length)
         size = size if until == float("inf") else min(size, _LOOKED_AT_ONCE)
         right, places_seen, loss, looked_at, walked = [0] * depth, 0, 0.0, 0, [0, 0]
+        by = self.head.matrices(self._dtype)
         for at in range(0, len(self._held), size):
             indices = self._held[at : at + size]
             batch = self._batch(indices)
@@ -282,10 +298,10 @@ class Trainer:
             looked_at += len(indices)
             chain = torch.ones(batch.rows.numel(), dtype=torch.bool, device=self._device)
             accepted = torch.zeros_like(chain, dtype=torch.int32)
-            fused = self.head.fused(seen.states.to(self._dtype))
-            for j, (kept, places) in enumerate(self._unrolled(batch, fused)):
+            fused = self.head.fused(seen.states.to(self._dtype), by)
+            for j, (kept, places) in enumerate(self._unrolled(batch, fused, by)):
                 hit = torch.zeros_like(chain)
-                hit[places] = self.head.read_out(kept, self._rows).argmax(-1) == best[places]
+                hit[places] = self.head.read_out(kept, self._guessing_rows).argmax(-1) == best[places]
                 # A chain that begins j places before this one goes on here.
                 chain = hit if j == 0 else hit & torch.cat((chain.new_zeros(1), chain[:-1]))
                 accepted[: len(chain) - j] += chain[j:]
@@ -364,6 +380,12 @@ class Trainer:
             "tie_word_embeddings": False, "torch_dtype": "bfloat16",
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.target.states)},
         }
+        if self.options.weights == "int4":
+            tensors = packed(tensors)
+            config["quantization_config"] = PACKED_CONFIG
+        else:
+            tensors = {name: part.to(torch.bfloat16) if part.is_floating_point() else part
+                       for name, part in tensors.items()}
         if self.options.weights == "int8":
             tensors = rounded(tensors)
             config["quantization_config"] = ROUNDED_CONFIG

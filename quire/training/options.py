@@ -24,7 +24,7 @@ class TrainingOptions:
     teacher_temperature: float = 0.7
     """Of the distribution that is learned. The head that is written guesses at 1 again."""
     weights: str = "bfloat16"
-    """How matrices are stored: bfloat16, or int8 with a scale for each row."""
+    """How matrices are stored: bfloat16, int8 with a scale for each row, or int4 in groups, also while training."""
     weight_decay: float = 0.01
     """Of matrices; vectors of norms keep theirs."""
     start: str = "auto"

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from quire.bench.speculation.texts import TEXTS
 from quire.errors import ConfigError
+from quire.kernels.quantized import UNIT
 from quire.models.loader.source import resolve_model
 from quire.training import eagle as eagle_training
 from quire.training import remembered
@@ -33,12 +34,11 @@ OPTIONS = TrainingOptions(steps=60, batch_tokens=1280, max_length=64, depth=3, d
 PROMPTS = [[random.Random(i).randrange(3, 97) for _ in range(2 + i % 5)] for i in range(160)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("target")
-    make_checkpoint(made, "llama")
+def sure_of_itself(made: Path, **sizes: int) -> Path:
+    """A model that goes mostly by the last token: that can be learned fast."""
+    make_checkpoint(made, "llama", **sizes)
     weights = load_file(made / "model.safetensors")
-    for name in weights:  # a model that is sure of itself, and goes mostly by the last token: that can be learned fast
+    for name in weights:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weights[name] = weights[name] * 0.15
     weights["lm_head.weight"] = weights["lm_head.weight"] * 8
@@ -46,13 +46,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def texts(folder: Path) -> Texts:
+def texts_of(folder: Path) -> Texts:
     greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with LLM(str(folder), skip_tokenizer_init=True, num_threads=1) as llm:
         found = llm.generate(PROMPTS, [greedy] * len(PROMPTS), use_tqdm=False)
     return Texts.of([(prompt, list(output.outputs[0].token_ids)) for prompt, output in
                      zip(PROMPTS, found, strict=True)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sure_of_itself(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def texts(folder: Path) -> Texts:
+    return texts_of(folder)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +96,28 @@ def test_a_trained_head_is_better_than_none_and_runs_in_the_engine(folder: Path,
             assert drafts is None or list(drafts) == head.drafts(text[:place], features, len(drafts))
 
 
+def test_a_head_stored_in_4_bits_is_trained_in_them(texts: Texts, target: Target, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="int8"):  # 48 columns are no whole groups
+        Trainer(target, texts, replace(OPTIONS, weights="int4"))
+    folder = sure_of_itself(tmp_path, hidden_size=64, num_attention_heads=4)
+    texts, target = texts_of(folder), Target(resolve_model(str(folder)), "cpu", 1)
+    head = tmp_path / "head"
+    head.mkdir()
+    trainer = Trainer(target, texts, replace(OPTIONS, weights="int4"))
+    first = trainer.head.q.detach().clone()
+    after = trainer.train(head, quiet)
+    assert not torch.equal(first, trainer.head.q), "rounding lets no gradient through"
+    by = trainer.head.matrices(torch.float32)
+    stored = dict(resolve_model(str(head)).weights("float32"))
+    for name, part in (("fc", "fc"), ("midlayer.self_attn.o_proj", "o"), ("midlayer.mlp.down_proj", "down")):
+        torch.testing.assert_close(stored[f"{name}.weight"], by[part].detach(), rtol=0, atol=1e-7)
+        assert len(by[part].detach().view(-1, UNIT)[5].unique()) <= 16
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with LLM(str(folder), skip_tokenizer_init=True, num_threads=1, **eagle(head, k=3)) as llm:
+        llm.generate(PROMPTS[:12], greedy, use_tqdm=False)
+        assert llm.metrics()["spec_acceptance_rate_at_1"] > 0.7 * after.chain[0] > 0.1
+
+
 def test_unrolled_drafts_are_those_of_decoding(folder: Path, texts: Texts, target: Target, tmp_path: Path) -> None:
     """Step j of training at a place is the j-th draft of a chain that began j places earlier, on the text's tokens."""
     trainer = Trainer(target, texts, OPTIONS)
@@ -94,7 +125,7 @@ def test_unrolled_drafts_are_those_of_decoding(folder: Path, texts: Texts, targe
     with torch.no_grad():  # what is exported is narrow: train's own weights are made so
         for part in trainer.head.parameters():
             part.copy_(part.bfloat16().float())
-    trainer._rows = trainer._rows.bfloat16().float()
+    trainer._guessing_rows = trainer._guessing_rows.bfloat16().float()
     index = trainer._held[0]
     batch = trainer._batch([index])
     text = texts.text(index).tolist()
@@ -102,10 +133,10 @@ def test_unrolled_drafts_are_those_of_decoding(folder: Path, texts: Texts, targe
     features = head.features(target_states(folder, text))
     checked = 0
     with torch.no_grad():
-        seen = target.see(batch.rows)
+        seen, by = target.see(batch.rows), trainer.head.matrices(torch.float32)
         guesses: list[dict[int, int]] = []
-        for kept, places in trainer._unrolled(batch, trainer.head.fused(seen.states)):
-            tokens = trainer.guessed[trainer.head.read_out(kept, trainer._rows).argmax(-1)]
+        for kept, places in trainer._unrolled(batch, trainer.head.fused(seen.states, by), by):
+            tokens = trainer.guessed[trainer.head.read_out(kept, trainer._guessing_rows).argmax(-1)]
             guesses.append(dict(zip(places.tolist(), tokens.tolist(), strict=True)))
     for begin in guesses[0]:
         drafts = head.drafts(text[: begin + 1], features, 3)
@@ -200,7 +231,8 @@ def test_a_head_begins_at_the_last_layer_of_its_target(folder: Path, texts: Text
         want = want * stored[f"{layer}{norm}.weight"].float() if norm else want
         torch.testing.assert_close(getattr(trainer.head, part)[:, -hidden:].detach(), want, **near)
     seen = target.see(trainer._batch(trainer._trained[:2]).rows)
-    fused, last = trainer.head.fused(seen.states)[:, 1:].detach(), seen.states[:, 1:, -hidden:]
+    fused = trainer.head.fused(seen.states, trainer.head.matrices(torch.float32))[:, 1:].detach()
+    last = seen.states[:, 1:, -hidden:]
     assert torch.cosine_similarity(fused, last, -1).mean() > 0.9
     before, after = trainer.evaluate(), trainer.train(tmp_path, quiet)
     assert after.loss < before.loss
