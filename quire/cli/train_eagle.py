@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="below 1 the likeliest tokens count more in what the head learns (default: "
                              f"{_DEFAULTS.teacher_temperature})")
     parser.add_argument("--weights", choices=("bfloat16", "int8", "int4"), default=_DEFAULTS.weights,
-                        help=f"how the head is stored (default: {_DEFAULTS.weights})")
+                        help="how the head is stored; int4: in the 4 bits in which a CPU runs heads of integers, and "
+                             f"trained in them (default: {_DEFAULTS.weights})")
     parser.add_argument("--start", choices=("auto", "target", "random"), default=_DEFAULTS.start,
                         help="where training begins: at the model's last layer, or at random; auto: at the layer where "
                              f"its MLP is as wide as --intermediate (default: {_DEFAULTS.start})")

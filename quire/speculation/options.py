@@ -20,7 +20,7 @@ _CHOICES = {
 }
 _HABITS: dict[str, dict[str, Any]] = {EAGLE: {"num_speculative_tokens": 4}, MTP: {"num_speculative_tokens": 2}}
 """Defaults of a method that differ from those of the fields: a head guesses well only as far as it was trained to."""
-_USUAL_FLOOR = 0.05
+_USUAL_FLOOR = 0.03
 """Of a chain: heads are less sure than they should be of what the target takes for likeliest."""
 _FIELD = "speculative_config"
 _TREE_WIDTH = 4
