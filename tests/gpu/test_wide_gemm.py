@@ -87,7 +87,7 @@ def test_gate_and_up_come_out_multiplied(shape: tuple[int, ...]) -> None:
     for rows in (64, 200, 600):
         x = numbers(rows, WIDTH).bfloat16()
         assert fits(x, weight, sizes, gated=True)
-        found = linear_wide(x, weight, shape=sizes, gated=True, watched=True)
+        found = linear_wide(x, weight, shape=sizes, gated=True, pdl=True, watched=True)
         assert found is not None
         both = x.double() @ weight.double().t()
         assert wrong(found, F.silu(both[:, :inner]) * both[:, inner:]) == 0, f"{rows} rows"
@@ -126,6 +126,6 @@ def test_one_part_has_the_bits_of_the_fixed_kernel_for_any_number_of_rows() -> N
         if shape[-1] > 1:
             continue
         for rows in (1, 64, 130, 256, 1000):
-            found = linear_wide(x[:rows].contiguous(), weight, shape=WideShape(*shape), watched=True)
+            found = linear_wide(x[:rows].contiguous(), weight, shape=WideShape(*shape), pdl=True, watched=True)
             assert found is not None
             assert torch.equal(found, want[:rows]), f"{shape}, {rows} rows: {int((found != want[:rows]).sum())} differ"

@@ -2,8 +2,8 @@
 
     python -m quire.bench.gpu.tune_wide [--rows 64 128 256 8192] [--only qkv o gate_up down] [--seconds 120]
 
-Up to 1,024 rows a GEMM is timed behind a norm, as in a decode step, and the gate with its activation. Every candidate is
-first compared with float32; one that is wrong is not timed. It runs in a child: a kernel that never ends takes that
+Up to 1,024 rows a GEMM is timed behind a norm, as in a decode step, and the gate with its activation. Every candidate
+is first compared with float32; one that is wrong is not timed. It runs in a child: a kernel that never ends takes that
 child along, and the next child leaves it out.
 """
 
@@ -85,9 +85,7 @@ def gated_at(rows: int, name: str) -> bool:
 def variant_of(rows: int, name: str, shape: Shape, watched: bool = True) -> Any:
     from quire.kernels.cuda.wide_gemm import Variant, WideShape
 
-    sizes = WideShape(*shape)
-    once = rows <= sizes.rows * sizes.cluster_rows
-    return Variant(sizes, gated=gated_at(rows, name), early=True, once=once, watched=watched)
+    return Variant(WideShape(*shape), gated=gated_at(rows, name), early=True, watched=watched)
 
 
 def compile_all(counts: list[int], names: list[str]) -> None:
@@ -176,7 +174,8 @@ def child(counts: list[int], names: list[str], left_out: list[str]) -> None:
     from quire.kernels.cuda import wide_gemm
     from quire.ops.triton import TritonOps
 
-    ops, best = TritonOps("cuda", torch.bfloat16, pdl=True), {}
+    ops = TritonOps("cuda", torch.bfloat16, pdl=True)
+    best: dict[tuple[int, str], tuple[float, Shape | None]] = {}
     for rows in counts:
         for name in names:
             gemm = Gemm(ops, rows, name)
@@ -196,11 +195,11 @@ def child(counts: list[int], names: list[str], left_out: list[str]) -> None:
                 clusters = wide_gemm.clusters_at_once(variant, torch.cuda.current_device())
                 gemm.report(called(shape), seconds, now, f"{clusters} clusters at once")
                 best[rows, name] = min(best.get((rows, name), (now, None)), (seconds, shape), key=lambda each: each[0])
+            del gemm
         if rows <= _MIDDLE_ROWS and len(names) == len(weights_of()):
             print(f"TRY {rows}/layer", flush=True)
             if f"{rows}/layer" not in left_out:
                 Layer(ops, rows, {name: best.get((rows, name), (0.0, None))[1] for name in names}).report()
-        gemm = None
         torch.cuda.empty_cache()
 
 
@@ -242,7 +241,8 @@ class Layer:
     def report(self) -> None:
         from quire.bench.gpu.tune import graphs_seconds
 
-        ways = [[partial(self.run, wide, index) for index in range(self.COPIES)] for wide in (False, True)]
+        ways: list[list[Callable[[], Any]]] = [
+            [partial(self.run, wide, index) for index in range(self.COPIES)] for wide in (False, True)]
         now, wide = graphs_seconds(ways, rounds=15)
         print(f"{self.rows:5d} layer    now {1e6 * now:.1f} us, with the fastest {1e6 * wide:.1f} us "
               f"({100 * wide / now:.1f}%): {self.shapes}", flush=True)

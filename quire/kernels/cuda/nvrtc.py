@@ -1,6 +1,6 @@
 """CUDA C to machine code by NVRTC, the compiler library that torch's CUDA packages bring. No toolkit is needed.
 
-What was compiled once is kept in the user's cache folder, by a digest of all that it depends on.
+What was compiled once is kept beside Triton's kernels, by a digest of all that it depends on.
 """
 
 from __future__ import annotations
@@ -8,47 +8,35 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
-from quire.config import default_cache_dir
+from triton.runtime.cache import get_cache_manager
 
 _VERSIONS = ("13", "12")
 """Of CUDA. Only one of them can be there: the one that torch was built for."""
+_NAME = "kernel.cubin"
 
 
 class CompileError(RuntimeError):
     """The compiler is not there, or did not take the source."""
 
 
-def compiled(source: str, options: Sequence[str], folder: Path | None = None) -> bytes:
+def compiled(source: str, options: Sequence[str]) -> bytes:
     """The machine code (a cubin) of a source; `options` name the chip."""
     library = _library()
     if library is None:
         raise CompileError("NVRTC, the compiler library of CUDA, was not found")
     digest = hashlib.sha256(repr((_version(library), tuple(options), source)).encode()).hexdigest()
-    kept = (folder or default_cache_dir() / "kernels") / f"{digest}.cubin"
-    try:
-        return kept.read_bytes()
-    except OSError:
-        code = _compile(library, source, options)
-    try:
-        _keep(kept, code)
-    except OSError:
-        pass  # a folder that cannot be written costs time only
+    cache = get_cache_manager(digest)
+    kept = cache.get_file(_NAME)
+    if kept is not None:
+        return Path(kept).read_bytes()
+    code = _compile(library, source, options)
+    cache.put(code, _NAME, binary=True)
     return code
-
-
-def _keep(path: Path, code: bytes) -> None:
-    """Under its name only when it is complete: other processes read it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(code)
-    os.replace(file.name, path)
 
 
 @lru_cache(maxsize=1)
@@ -64,8 +52,8 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _load_builtins() -> None:
-    """The library opens a second one by its name alone, which the loader does not find in a package's folder unless it is
-    loaded already."""
+    """The library opens a second one by its name alone, which the loader does not find in a package's folder unless it
+    is loaded already."""
     with open("/proc/self/maps") as maps:
         places = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libnvrtc.so" in line}
     for place in places:

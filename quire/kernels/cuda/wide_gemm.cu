@@ -2,14 +2,13 @@
 //
 // A tile is 128 or 256 rows by FEATURES features. One thread loads turns of 64 columns into a ring of shared memory by
 // the copy engine (TMA); two warp groups multiply ROW_BLOCKS blocks of 64 rows each. The thread blocks of a cluster
-// share what they load: CLUSTER_ROWS tiles of rows have one piece of the weight, CLUSTER_FEATURES tiles of features have
-// one piece of the rows, and each block loads its share and sends it to all of them. PARTS blocks of a cluster may also
-// divide the columns of one tile; they add their sums through shared memory, always in the same order.
+// share what they load: CLUSTER_ROWS tiles of rows have one piece of the weight, CLUSTER_FEATURES tiles of features
+// have one piece of the rows, and each block loads its share and sends it to all of them. PARTS blocks of a cluster may
+// also divide the columns of one tile; they add their sums through shared memory, always in the same order.
 //
 // Compiled at run time (wide_gemm.py), so there are no headers. What is not said here is defined in front of this file:
-// ROW_BLOCKS, FEATURES, CLUSTER_ROWS, CLUSTER_FEATURES, PARTS, STAGES, GATED, RESIDUAL, EARLY (started
-// while the previous kernel runs), ONCE (each weight is read by one cluster only), WATCHED (a wait of seconds is an
-// error), and multiply(), one tensor core instruction.
+// ROW_BLOCKS, FEATURES, CLUSTER_ROWS, CLUSTER_FEATURES, PARTS, STAGES, GATED, RESIDUAL, EARLY (started while the
+// previous kernel runs), WATCHED (a wait of seconds is an error), and multiply(), one tensor core instruction.
 
 constexpr int ROWS = 128 * ROW_BLOCKS;
 constexpr int COLUMNS = 64;  // of a turn: 128 bytes, the widest row that the copy engine swizzles
@@ -352,7 +351,7 @@ struct Output {
                                         : packed(sums[0], sums[1]);
     }
 
-    // Sums as the tensor cores leave them: of each group of eight features two in a row and two in the eighth row after.
+    // Sums as the tensor cores leave them: of each group of eight features two in a row, two in the eighth row after.
     template <int COUNT>
     __device__ __forceinline__ void store(const float* sums, int row, int feature) const {
 #pragma unroll
@@ -415,7 +414,8 @@ __device__ __forceinline__ void store_share(float (&sums)[ROW_BLOCKS][SUMS], u32
     output.store<ALL / PARTS>(all, row + begin / SUMS * 64, feature + begin % SUMS * 2);
 }
 
-__device__ __forceinline__ void store_tile(float (&sums)[ROW_BLOCKS][SUMS], int row, int feature, const Output& output) {
+__device__ __forceinline__ void store_tile(float (&sums)[ROW_BLOCKS][SUMS], int row, int feature,
+                                           const Output& output) {
 #pragma unroll
     for (int block = 0; block < ROW_BLOCKS; ++block) {
         if constexpr (GATED) {
@@ -429,10 +429,12 @@ __device__ __forceinline__ void store_tile(float (&sums)[ROW_BLOCKS][SUMS], int 
     }
 }
 
+// `turns` are those of one part, `tiles_m` and `tiles_n` count tiles of clusters; with `once` each weight is read by
+// one cluster only and need not stay in the cache.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wide_gemm(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
               const unsigned short* residual, unsigned short* out, int rows, int features, int turns, int tiles_m,
-              int tiles_n) {
+              int tiles_n, int once) {
     extern __shared__ unsigned char memory[];
     __shared__ Barriers barriers;
     u32 ring = (shared_address(memory) + 1023) & ~1023u;  // the same in every block of the cluster
@@ -450,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (group == GROUPS) {
         if (LARGE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == GROUPS * GROUP_THREADS) {
-            Loader loader{weight, x, ring, barriers, block, features, ONCE ? read_once_policy() : usual_policy(),
+            Loader loader{weight, x, ring, barriers, block, features, once ? read_once_policy() : usual_policy(),
                           usual_policy()};
             loader.run(turns, tiles_m, tiles_n);
         }

@@ -1,7 +1,7 @@
 """GEMMs of 64 to some thousand rows on Hopper, whose thread blocks share what they load (`wide_gemm.cu`).
 
-A cluster of two thread blocks needs each piece of the rows or of the weight from the L2 cache once, not twice; copies of
-one piece to several multiprocessors are what neither Triton nor Gluon can say. Between small kernels it also starts
+A cluster of two thread blocks needs each piece of the rows or of the weight from the L2 cache once, not twice; copies
+of one piece to several multiprocessors are what neither Triton nor Gluon can say. Between small kernels it also starts
 earlier than a library's GEMM: it fetches its first weights while the kernel before it ends.
 
 `available` is false without Hopper, without NVRTC, or where the driver refuses: the library runs then.
@@ -79,8 +79,6 @@ class Variant:
     gated: bool = False
     residual: bool = False
     early: bool = False
-    once: bool = False
-    """Whether each weight is read by one cluster only: it need not stay in the cache."""
     watched: bool = False
     """Whether a wait of seconds ends in an error: for tests and benches, where a kernel may be wrong."""
 
@@ -89,8 +87,7 @@ class Variant:
         defined = {
             "ROW_BLOCKS": shape.row_blocks, "FEATURES": shape.features, "STAGES": shape.stages,
             "CLUSTER_ROWS": shape.cluster_rows, "CLUSTER_FEATURES": shape.cluster_features, "PARTS": shape.parts,
-            "GATED": self.gated, "RESIDUAL": self.residual, "EARLY": self.early, "ONCE": self.once,
-            "WATCHED": self.watched,
+            "GATED": self.gated, "RESIDUAL": self.residual, "EARLY": self.early, "WATCHED": self.watched,
         }  # fmt: skip
         lines = [f"#define {name} {int(value)}" for name, value in defined.items()]
         return "\n".join([*lines, _multiply(shape.features), _text()])
@@ -105,7 +102,8 @@ def _multiply(features: int) -> str:
 __device__ __forceinline__ void multiply(float (&sums)[{count}], unsigned long long rows, unsigned long long features,
                                          int adds) {{
     asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{features}k16.f32.bf16.bf16 {{{sums}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"
+        "wgmma.mma_async.sync.aligned.m64n{features}k16.f32.bf16.bf16 "
+        "{{{sums}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"
         : {operands} : "l"(rows), "l"(features), "r"(adds));
 }}
 """
@@ -164,7 +162,7 @@ def fits(x: Tensor, weight: Tensor, shape: WideShape, gated: bool = False) -> bo
     """Whether the kernel can multiply these."""
     known = x.dtype == weight.dtype == torch.bfloat16 and x.is_contiguous() and weight.is_contiguous()
     aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    return known and aligned and can_compute(x.shape[0], *weight.shape, shape, gated)
+    return known and aligned and can_compute(x.shape[0], weight.shape[0], weight.shape[1], shape, gated)
 
 
 def linear_wide(
@@ -183,7 +181,7 @@ def linear_wide(
     rows, features = x.shape[0], weight.shape[0] // (2 if gated else 1)
     tiles_m = -(-rows // (shape.rows * shape.cluster_rows))
     tiles_n = -(-features // (shape.features // (2 if gated else 1) * shape.cluster_features))
-    variant = Variant(shape, gated, residual is not None, pdl, tiles_m == 1, watched)
+    variant = Variant(shape, gated, residual is not None, pdl, watched)
     device = _index(x.device)
     loaded = _loaded(variant, device)
     if loaded is None or loaded.most_clusters == 0:
@@ -198,7 +196,7 @@ def linear_wide(
         Launch(clusters * shape.cluster, shape.cluster, shape.threads, pdl),
         torch.cuda.current_stream(x.device).cuda_stream,
         (*maps, c_void_p(None if residual is None else residual.data_ptr()), c_void_p(out.data_ptr()), c_int(rows),
-         c_int(features), c_int(turns), c_int(tiles_m), c_int(tiles_n)),
+         c_int(features), c_int(turns), c_int(tiles_m), c_int(tiles_n), c_int(tiles_m == 1)),
     )
     return out
 
