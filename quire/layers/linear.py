@@ -106,7 +106,7 @@ class Linear:
         """act(first half of x W^T) * second half; `reader`: the one weight that will be multiplied by it."""
         if isinstance(x, Unnormed):
             return self._ops.norm_linear(x.rows, x.norm.gain, x.norm.eps, self.packed, activation)
-        return self._ops.gate(self._ops.linear(x, self.packed), activation, reader)
+        return self._ops.gated_linear(x, self.packed, activation, reader)
 
     def add_to(self, stream: ResidualStream, x: Tensor, ctx: StepContext | None) -> None:
         """stream += x W^T (+ bias)."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.attention.triton import TritonAttention
 from quire.errors import EngineError, UnsupportedModelError
 from quire.kernels import cublas
+from quire.kernels.cuda import wide_gemm
 from quire.kernels.kv_spec import KVSpec
 from quire.kernels.quantized import CodedWeight, Rounding, StoredWeight, WeightUse
 from quire.kernels.routing import Clamp, RoutedRows
@@ -217,6 +218,10 @@ class TritonOps(Ops):
             found = self._prefetch_gemm(choice, x, w, residual, out)
             if found is not None:
                 return found
+        if choice.kernel == gemm_table.WIDE:
+            found = self._wide_gemm(choice, x, w, residual, out)
+            if found is not None:
+                return found
         if choice.kernel == "stream":
             return linear_stream.linear_stream(x, w.weight, w.bias, residual, out=out,
                                                sizes=linear_stream.StreamShape(*choice.sizes), pdl=self.pdl)
@@ -238,6 +243,19 @@ class TritonOps(Ops):
         return linear_prefetch.linear_prefetch(
             x, w.weight, w.bias, residual, sizes=sizes, scratch=self._parts, out=out, pdl=self._early(x.shape[0])
         )
+
+    def _wide_gemm(
+        self, choice: GemmChoice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None,
+        gated: bool = False,
+    ) -> Tensor | None:
+        """None if that kernel cannot run."""
+        shape = wide_gemm.WideShape.of(choice.sizes)
+        if w.bias is not None or (out is not None and not out.is_contiguous()):
+            return None
+        if not wide_gemm.available(x.device, x.dtype) or not wide_gemm.fits(x, w.weight, shape, gated):
+            return None
+        return wide_gemm.linear_wide(
+            x, w.weight, residual, shape=shape, gated=gated, out=out, pdl=self._early(x.shape[0]))
 
     def _known(self, choice: GemmChoice, x: Tensor, w: DeviceLinear, gated: bool = False) -> GemmChoice:
         """The same, or another kernel where the one that streams weights does not run or cannot multiply such a one."""
@@ -310,6 +328,15 @@ class TritonOps(Ops):
     def gate(self, gate_up: Tensor, kind: str, reader: Any = None) -> Any:
         rows = self._formats.gate_for(gate_up, kind, reader)
         return rows if rows is not None else self.act_mul(gate_up, kind)
+
+    def gated_linear(self, x: Any, w: Any, kind: str, reader: Any = None) -> Any:
+        if kind == "silu" and isinstance(w, DeviceLinear) and not self.deterministic:
+            choice = gemm_table.lookup(x.shape[0], w.out_features, w.in_features, x.dtype, gemm_table.GATE)
+            if choice.kernel == gemm_table.WIDE and not isinstance(reader, QuantizedLinear):
+                found = self._wide_gemm(choice, x, w, None, None, gated=True)
+                if found is not None:
+                    return found
+        return super().gated_linear(x, w, kind, reader)
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:
         return activation.act_mul(gate_up, kind, pdl=self._early(gate_up.shape[0]))

@@ -17,17 +17,19 @@ from typing import Any
 
 import torch
 
-PLAIN, NORM, GATED = "plain", "norm", "gated"
-"""What is fused with a GEMM: nothing but a residual, the norm before it, that norm and the gate after it."""
+PLAIN, NORM, GATED, GATE = "plain", "norm", "gated", "gate"
+"""What is fused with a GEMM: nothing but a residual, the norm before it, that norm and the gate after it, the gate
+alone."""
 FP8, INT4 = "fp8 ", "int4 "
 """Put before the form of a GEMM whose weight is stored in that format."""
-LIBRARY = "library"
+LIBRARY, WIDE = "library", "wide"
 
 @dataclass(frozen=True, slots=True)
 class GemmChoice:
-    """The kernel of a GEMM: `row`, `norm_then_row` (the norm in its own kernel), `vector`, `prefetch` or `stream` with
-    their sizes, of fp8 `bytes_row`, of int4 `codes`, `codes_row` or `norm_then_codes_row`, or `library` (cuBLAS). A
-    cuBLASLt `algorithm` comes first where the installed version has it (`quire.kernels.cublas`)."""
+    """The kernel of a GEMM: `row`, `norm_then_row` (the norm in its own kernel), `vector`, `prefetch`, `stream` or
+    `wide` (`quire.kernels.cuda`) with their sizes, of fp8 `bytes_row`, of int4 `codes`, `codes_row` or
+    `norm_then_codes_row`, or `library` (cuBLAS). A cuBLASLt `algorithm` comes first where the installed version has it
+    (`quire.kernels.cublas`)."""
 
     kernel: str = LIBRARY
     sizes: tuple[int, ...] = ()
@@ -71,7 +73,7 @@ def parse(entries: Iterable[dict]) -> Iterable[TimedGemm]:
 
 def choose(known: Iterable[TimedGemm], rows: int, features: int, width: int, form: str) -> GemmChoice:
     """The entry for the fewest rows that are enough, of the weight nearest in shape. A library's algorithm is for the
-    one weight that it was timed on."""
+    one weight that it was timed on, and so are the tiles of `wide`, which fill the chip exactly."""
     fitting = [entry for entry in known if entry.form == form and entry.rows >= rows]
     if not fitting:
         return GemmChoice()
@@ -82,6 +84,8 @@ def choose(known: Iterable[TimedGemm], rows: int, features: int, width: int, for
 
     nearest = min(fitting, key=distance)
     exact = (nearest.features, nearest.width) == (features, width)
+    if nearest.choice.kernel == WIDE and not exact:
+        return GemmChoice()
     return nearest.choice if exact else replace(nearest.choice, algorithm="")
 
 

@@ -7,6 +7,8 @@ import torch
 
 from quire.bench.gpu.cases import MODELS
 from quire.bench.gpu.tune import weights_of
+from quire.kernels.cuda.wide_gemm import WideShape
+from quire.kernels.triton import gemm_table
 from quire.kernels.triton.codes_row import CodesRowShape
 from quire.kernels.triton.gemm_table import (
     FP8,
@@ -14,6 +16,7 @@ from quire.kernels.triton.gemm_table import (
     INT4,
     NORM,
     PLAIN,
+    WIDE,
     GemmChoice,
     TimedGemm,
     choose,
@@ -25,10 +28,11 @@ from quire.kernels.triton.linear_codes import CodesShape
 from quire.kernels.triton.linear_prefetch import PrefetchShape
 from quire.kernels.triton.linear_row import RowShape
 from quire.kernels.triton.linear_stream import StreamShape
+from quire.ops.triton import TritonOps
 
 KERNELS = {"row": RowShape, "norm_then_row": RowShape, "prefetch": PrefetchShape, "codes": CodesShape, "vector": tuple,
            "library": tuple, "codes_row": CodesRowShape, "norm_then_codes_row": CodesRowShape,
-           "bytes_row": CodesRowShape, "stream": StreamShape}
+           "bytes_row": CodesRowShape, "stream": StreamShape, "wide": WideShape}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
@@ -58,6 +62,13 @@ def test_an_unknown_weight_takes_the_choice_of_the_nearest_and_of_enough_rows() 
     assert choose(known, 2, 1200, 900, PLAIN) == small
     assert choose(known, 2, 6000, 9000, PLAIN) == large
     assert choose(known, 3, 1000, 1000, PLAIN) == large
+
+
+def test_tiles_that_fill_the_chip_are_for_the_weight_that_they_were_timed_on() -> None:
+    wide = GemmChoice(WIDE, (2, 192, 4, 1, 2, 1))
+    known = [TimedGemm(256, 24576, 4096, PLAIN, wide)]
+    assert choose(known, 200, 24576, 4096, PLAIN) == wide
+    assert choose(known, 200, 24576, 4104, PLAIN) == GemmChoice()
     assert choose(known, 5, 1000, 1000, PLAIN) == GemmChoice()
     assert choose(known, 1, 1000, 1000, GATED) == GemmChoice()
 
@@ -166,3 +177,14 @@ def test_the_tuner_tries_several_kernels_of_one_row_on_every_weight_of_4_bits_an
             assert len(at_once) >= least - 1
             # A narrow weight's turns are all in registers: nothing is left to fetch.
             assert any(shape.fetched for shape in shapes) or width < 4096
+
+
+def test_a_wide_gemm_runs_in_the_library_where_its_kernel_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without its gate: here there is no Hopper."""
+    ops = TritonOps("cpu", torch.bfloat16)
+    monkeypatch.setattr(gemm_table, "lookup", lambda *_: GemmChoice(WIDE, (2, 192, 4, 1, 2, 1)))
+    x, weight = torch.randn(3, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    packed = ops.pack_linear(weight)
+    found = ops.linear(x, packed)
+    assert torch.equal(found, torch.nn.functional.linear(x, weight))
+    assert torch.equal(ops.gated_linear(x, packed, "silu"), ops.act_mul(found, "silu"))

@@ -1,0 +1,221 @@
+"""GEMMs of 64 to some thousand rows on Hopper, whose thread blocks share what they load (`wide_gemm.cu`).
+
+A cluster of two thread blocks needs each piece of the rows or of the weight from the L2 cache once, not twice; copies
+of one piece to several multiprocessors are what neither Triton nor Gluon can say. Between small kernels it also starts
+earlier than a library's GEMM: it fetches its first weights while the kernel before it ends.
+
+`available` is false without Hopper, without NVRTC, or where the driver refuses: the library runs then.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from ctypes import c_int, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cuda import nvrtc
+from quire.kernels.cuda.driver import DriverError, Kernel, Launch, TensorMap
+
+OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
+COLUMNS, BLOCK_ROWS = 64, 128
+_SHARED = (227 << 10) - 512
+"""Bytes of shared memory of a thread block, less what barriers take."""
+_ALIGNMENT = 1024
+_LARGE, _THREADS, _LARGE_THREADS = 96, 288, 384
+"""Sums of a thread beyond which a whole warp group loads (`LARGE` in the source), and threads of a block."""
+_HOPPER = 9
+_MOST_MAPS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class WideShape:
+    """How a GEMM runs: 128 or 256 rows (`row_blocks`) by `features` of a tile, stages of the ring, tiles of rows and of
+    features in a cluster, thread blocks that divide a tile's columns."""
+
+    row_blocks: int = 1
+    features: int = 128
+    stages: int = 4
+    cluster_rows: int = 1
+    cluster_features: int = 1
+    parts: int = 1
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> WideShape:
+        """As a table has them."""
+        return cls(*sizes)
+
+    @property
+    def rows(self) -> int:
+        return self.row_blocks * BLOCK_ROWS
+
+    @property
+    def cluster(self) -> int:
+        return self.cluster_rows * self.cluster_features * self.parts
+
+    @property
+    def threads(self) -> int:
+        return _LARGE_THREADS if self.row_blocks * self.features // 2 > _LARGE else _THREADS
+
+    @property
+    def shared(self) -> int:
+        return self.stages * (self.rows + self.features) * COLUMNS * 2 + _ALIGNMENT
+
+    def weight_piece(self, gated: bool) -> int:
+        """Rows of the weight that are loaded at once: gate and up lie apart, and two blocks share the work."""
+        return self.features // (2 if gated or self.cluster_rows == 2 else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What is compiled: a shape, and what becomes of its sums."""
+
+    shape: WideShape
+    gated: bool = False
+    residual: bool = False
+    early: bool = False
+    watched: bool = False
+    """Whether a wait of seconds ends in an error: for tests and benches, where a kernel may be wrong."""
+
+    def source(self) -> str:
+        shape = self.shape
+        defined = {
+            "ROW_BLOCKS": shape.row_blocks, "FEATURES": shape.features, "STAGES": shape.stages,
+            "CLUSTER_ROWS": shape.cluster_rows, "CLUSTER_FEATURES": shape.cluster_features, "PARTS": shape.parts,
+            "GATED": self.gated, "RESIDUAL": self.residual, "EARLY": self.early, "WATCHED": self.watched,
+        }  # fmt: skip
+        lines = [f"#define {name} {int(value)}" for name, value in defined.items()]
+        return "\n".join([*lines, _multiply(shape.features), _text()])
+
+
+def _multiply(features: int) -> str:
+    """One tensor core instruction: 64 rows by so many features, 16 columns deep. It names each of its registers."""
+    count = features // 2
+    sums = ", ".join(f"%{index}" for index in range(count))
+    operands = ", ".join(f'"+f"(sums[{index}])' for index in range(count))
+    return f"""
+__device__ __forceinline__ void multiply(float (&sums)[{count}], unsigned long long rows, unsigned long long features,
+                                         int adds) {{
+    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{features}k16.f32.bf16.bf16 "
+        "{{{sums}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"
+        : {operands} : "l"(rows), "l"(features), "r"(adds));
+}}
+"""
+
+
+@lru_cache(maxsize=1)
+def _text() -> str:
+    return resources.files("quire.kernels.cuda").joinpath("wide_gemm.cu").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    kernel: Kernel
+    most_clusters: int
+
+
+@lru_cache(maxsize=256)
+def _loaded(variant: Variant, device: int) -> _Loaded | None:
+    """None where it cannot be compiled or loaded."""
+    shape = variant.shape
+    with torch.cuda.device(device):
+        try:
+            kernel = Kernel(nvrtc.compiled(variant.source(), OPTIONS), "wide_gemm", shape.shared)
+            return _Loaded(kernel, kernel.most_clusters(shape.cluster, shape.threads))
+        except (nvrtc.CompileError, DriverError, OSError):
+            return None
+
+
+@lru_cache(maxsize=8)
+def available(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether chip, compiler and driver are there; the smallest kernel is tried."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.cuda is None:
+        return False
+    hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
+    return hopper and _loaded(Variant(WideShape()), _index(device)) is not None
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def can_compute(rows: int, features: int, width: int, shape: WideShape, gated: bool = False) -> bool:
+    """Whether there is such a kernel for x [rows, width] times a weight [features, width]."""
+    sums = shape.row_blocks * shape.features // 2
+    tile = shape.row_blocks in (1, 2) and shape.features % 16 == 0 and 16 <= shape.features <= 256 and sums <= 192
+    cluster = shape.cluster_rows in (1, 2) and shape.cluster_features in (1, 2, 4) and shape.parts in (1, 2, 4)
+    if not tile or not cluster or shape.cluster > 8 or shape.shared > _SHARED or shape.weight_piece(gated) % 8:
+        return False
+    # Parts exchange sums beside those that they hold: more than 144 would overflow the registers.
+    divided = shape.parts == 1 or (not gated and sums <= 144 and sums % (4 * shape.parts) == 0)
+    halves = not gated or (features % 2 == 0 and features // 2 % (shape.features // 2) == 0)
+    return divided and halves and rows > 0 and features % 8 == 0 and width % 8 == 0
+
+
+def fits(x: Tensor, weight: Tensor, shape: WideShape, gated: bool = False) -> bool:
+    """Whether the kernel can multiply these."""
+    known = x.dtype == weight.dtype == torch.bfloat16 and x.is_contiguous() and weight.is_contiguous()
+    aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return known and aligned and can_compute(x.shape[0], weight.shape[0], weight.shape[1], shape, gated)
+
+
+def linear_wide(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    *,
+    shape: WideShape,
+    gated: bool = False,
+    out: Tensor | None = None,
+    pdl: bool = False,
+    watched: bool = False,
+) -> Tensor | None:
+    """x W^T + residual, or silu(first half) * second half of x W^T; None if the kernel could not be made or has no
+    room for all parts of a tile at once (nothing was launched then). Its reference is `linear_few.linear_reference`."""
+    rows, features = x.shape[0], weight.shape[0] // (2 if gated else 1)
+    tiles_m = -(-rows // (shape.rows * shape.cluster_rows))
+    tiles_n = -(-features // (shape.features // (2 if gated else 1) * shape.cluster_features))
+    variant = Variant(shape, gated, residual is not None, pdl, watched)
+    device = _index(x.device)
+    loaded = _loaded(variant, device)
+    if loaded is None or loaded.most_clusters == 0:
+        return None
+    tiles = tiles_m * tiles_n
+    clusters = tiles if shape.parts > 1 else min(tiles, loaded.most_clusters)
+    if out is None:
+        out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
+    turns = -(-weight.shape[1] // (COLUMNS * shape.parts))
+    maps = _map(weight, shape.weight_piece(gated)), _map(x, shape.rows // shape.cluster_features)
+    loaded.kernel(
+        Launch(clusters * shape.cluster, shape.cluster, shape.threads, pdl),
+        torch.cuda.current_stream(x.device).cuda_stream,
+        (*maps, c_void_p(None if residual is None else residual.data_ptr()), c_void_p(out.data_ptr()), c_int(rows),
+         c_int(features), c_int(turns), c_int(tiles_m), c_int(tiles_n), c_int(tiles_m == 1)),
+    )
+    return out
+
+
+_maps: OrderedDict[tuple[int, int, int, int], TensorMap] = OrderedDict()
+
+
+def _map(matrix: Tensor, height: int) -> TensorMap:
+    """The same for the same memory: a step's buffers come back at the same places."""
+    key = matrix.data_ptr(), *matrix.shape, height
+    found = _maps.get(key)
+    if found is None:
+        found = _maps[key] = TensorMap(matrix, height)
+        if len(_maps) > _MOST_MAPS:
+            _maps.popitem(last=False)
+    return found
+
+
+def clusters_at_once(variant: Variant, device: int) -> int:
+    """How many clusters of a kernel this chip runs at the same time; 0 without the kernel."""
+    loaded = _loaded(variant, device)
+    return 0 if loaded is None else loaded.most_clusters
