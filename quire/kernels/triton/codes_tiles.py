@@ -88,7 +88,7 @@ def fits(rows: int, weight: PackedCodes, sizes: CodesTilesShape, scratch: Prefet
     """Whether the kernel can multiply so many rows: whole turns, a ring that fits, and scratch for every part."""
     if not sizes.known or weight.depth != COLUMNS or weight.width % (COLUMNS * _SLABS):
         return False
-    tiles, programs = sizes.tiles(weight.features) * sizes.row_tiles(rows), _programs(rows, weight, sizes)
+    tiles, programs = sizes.tiles(weight.features) * sizes.row_tiles(rows), programs_of(rows, weight, sizes)
     parts = 0 if tiles % programs == 0 else 2 * programs * sizes.groups * sizes.features * sizes.rows
     return (
         rows <= MOST_ROWS
@@ -116,7 +116,7 @@ def linear_codes_tiles(
         out = torch.empty(rows, weight.features, dtype=x.dtype, device=x.device)
     kind = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[x.dtype]
     turns, tiles = _turns(weight, sizes), sizes.tiles(weight.features)
-    codes_tiles_kernel[(_programs(rows, weight, sizes),)](
+    codes_tiles_kernel[(programs_of(rows, weight, sizes),)](
         _described(weight.words, [sizes.features // 4, _WORDS], gl.int32),
         _described(x, [sizes.rows, COLUMNS], kind),
         _described(weight.scales.view(-1), [sizes.features], gl.int32),
@@ -151,7 +151,7 @@ def _turns(weight: PackedCodes, sizes: CodesTilesShape) -> int:
     return weight.width // COLUMNS // _SLABS
 
 
-def _programs(rows: int, weight: PackedCodes, sizes: CodesTilesShape) -> int:
+def programs_of(rows: int, weight: PackedCodes, sizes: CodesTilesShape) -> int:
     """Up to one for each multiprocessor; whole rounds where tiles or their parts are more."""
     most = multiprocessors(weight.words.device)
     tiles = sizes.tiles(weight.features) * sizes.row_tiles(rows)

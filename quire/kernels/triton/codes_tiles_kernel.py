@@ -73,7 +73,8 @@ def _load_turns(
     BYTES: gl.constexpr = CODES + 2 * x.block_type.nbytes
     early = gl.minimum(begin + STAGES, end)
     for turn in range(begin, early):
-        _load_codes(weight, scales, w_ring, s_ring, full, turn - begin, turn, turns, tiles, num_features, GROUPS, RUNS, GROUP_COLUMNS, BYTES)  # fmt: skip
+        _load_codes(weight, scales, w_ring, s_ring, full, turn - begin, turn, turns, tiles, num_features, GROUPS, RUNS,
+                    GROUP_COLUMNS, BYTES)  # fmt: skip
     if PDL:
         gdc_wait()
     for turn in range(begin, early):

@@ -8,6 +8,7 @@ import torch
 from quire.bench.gpu.cases import MODELS
 from quire.bench.gpu.tune import weights_of
 from quire.kernels.triton.codes_row import CodesRowShape
+from quire.kernels.triton.codes_tiles import CodesTilesShape
 from quire.kernels.triton.gemm_table import (
     FP8,
     GATED,
@@ -28,7 +29,7 @@ from quire.kernels.triton.linear_stream import StreamShape
 
 KERNELS = {"row": RowShape, "norm_then_row": RowShape, "prefetch": PrefetchShape, "codes": CodesShape, "vector": tuple,
            "library": tuple, "codes_row": CodesRowShape, "norm_then_codes_row": CodesRowShape,
-           "bytes_row": CodesRowShape, "stream": StreamShape}
+           "bytes_row": CodesRowShape, "stream": StreamShape, "codes_tiles": CodesTilesShape}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
