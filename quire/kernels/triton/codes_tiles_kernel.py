@@ -127,9 +127,13 @@ def _whole_sum(
         complete = gl.atomic_add(counter, 1, sem="acq_rel") == other - one
         if complete:
             gl.store(counter, 0)
-            flat = gl.load(partial + ((2 * one + 1) * GROUPS + GROUP) * SIZE + place, cache_modifier=".cg")
-            for part in range(one + 1, other + 1):
-                flat += gl.load(partial + (2 * part * GROUPS + GROUP) * SIZE + place, cache_modifier=".cg")
+            if other - one == 1:  # The sum of two does not depend on their order: one's own is at hand.
+                theirs = 2 * one + 1 + mine % 2
+                flat += gl.load(partial + (theirs * GROUPS + GROUP) * SIZE + place, cache_modifier=".cg")
+            else:
+                flat = gl.load(partial + ((2 * one + 1) * GROUPS + GROUP) * SIZE + place, cache_modifier=".cg")
+                for part in range(one + 1, other + 1):
+                    flat += gl.load(partial + (2 * part * GROUPS + GROUP) * SIZE + place, cache_modifier=".cg")
         parts = flat.reshape([ROWS // 8, FEATURES // 16, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
         sums = gl.convert_layout(parts.reshape([FEATURES, ROWS]), SUMS, assert_trivial=True)
     return sums, complete

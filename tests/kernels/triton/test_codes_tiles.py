@@ -8,11 +8,16 @@ from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+from quire.bench.gpu.tile_shapes import TILES, tile_shapes
+from quire.bench.gpu.tune import weights_of
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.triton import codes_tiles as host
-from quire.kernels.triton.codes_tiles import CodesTilesShape, fits, linear_codes_tiles
-from quire.kernels.triton.linear_codes import PackedCodes, pack
+from quire.kernels.triton import gemm_table, linear_codes, linear_prefetch
+from quire.kernels.triton.codes_tiles import CodesTilesShape, fits, linear_codes_tiles, programs_of
+from quire.kernels.triton.gemm_table import GemmChoice
+from quire.kernels.triton.linear_codes import PackedCodes, pack, unpacked
 from quire.kernels.triton.linear_prefetch import PrefetchScratch
+from quire.ops.triton import TritonOps
 from tests.kernels.triton.gluon_interpreter import Run, interpreting
 from tests.kernels.triton.test_linear_codes import ASSEMBLY, reversed_range, weight_of
 
@@ -88,3 +93,45 @@ def test_what_does_not_fit_is_refused() -> None:
     assert not fitting(CodesTilesShape(2, 64, 32, 40, 1))  # shared memory
     assert not fitting(CodesTilesShape(3, 128, 128, 2, 1))  # registers
     assert not fitting(CodesTilesShape(3, 64, 64, 2, 0))  # scratch for parts
+
+
+@pytest.mark.parametrize("rows", [32, 64, 128, 256, 512])
+def test_the_tuner_tries_few_tiles_that_keep_most_multiprocessors_busy(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "multiprocessors", lambda device: 132)
+    scratch, words = PrefetchScratch.allocate("meta"), torch.empty(0, dtype=torch.int32)
+    for _, features, width in weights_of("8b")[:4]:
+        weight = PackedCodes(words, words, features, width, 128, torch.bfloat16)
+        shapes = tile_shapes(rows, weight, scratch)
+        assert len(set(shapes)) == len(shapes) and 4 <= len(shapes) <= 7
+        assert all(fits(rows, weight, shape, scratch) for shape in shapes)
+        assert len({shape.rows for shape in shapes}) > 1 and programs_of(rows, weight, shapes[0]) >= 128
+
+
+def test_operations_run_tiles_where_the_table_names_them_and_the_ring_where_those_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    launched = []
+
+    def ring(x: Tensor, packed: PackedCodes, bias: Tensor | None, residual: Tensor | None, **_: object) -> Tensor:
+        launched.append("ring")
+        return (x.float() @ unpacked(packed).float().t()).to(x.dtype)
+
+    monkeypatch.setattr(linear_prefetch, "available", lambda _: True)
+    monkeypatch.setattr(linear_codes, "multiprocessors", lambda _: 4)
+    monkeypatch.setattr(gemm_table, "lookup", lambda *_: GemmChoice("codes_tiles", (2, 64, 32, 2, 1)))
+    monkeypatch.setattr(linear_codes, "linear_codes", ring)
+    ops, x = TritonOps("cpu", torch.bfloat16), torch.randint(-2, 3, (19, 256)).bfloat16()
+    weight = weight_of(96, 256, 128, True)
+    with interpreting(reversed_range, None, ("weight", "scales"), ASSEMBLY):
+        found = ops.linear(x, ops.pack_quantized([weight]))  # 19 rows: no kernel is compiled for such a number alone
+    assert torch.equal(found, (x.double() @ weight.dequantized().double().t()).bfloat16()) and launched == []
+    ops.linear(x[:16], ops.pack_quantized([weight_of(96, 256, 32, True)]))
+    assert launched == ["ring"]
+
+
+def test_tiles_of_the_tuner_are_known_to_the_kernel() -> None:
+    assert all(CodesTilesShape(*tile).known for tile in TILES)
