@@ -18,6 +18,7 @@ from quire.kernels.triton import (
     activation,
     coded_rows,
     codes_row,
+    codes_tiles,
     gemm_table,
     linear_bytes,
     linear_codes,
@@ -40,6 +41,9 @@ _ROW_SHAPE = RowShape(1, 2048, 4)
 """Of bytes that the table leaves to a kernel which cannot multiply them: int8, or on another chip."""
 _BYTES_ROW_KERNEL = "bytes_row"
 _CODES_ROW_KERNELS = ("codes_row", "norm_then_codes_row")
+_CODES_TILES_KERNEL = "codes_tiles"
+_CODES_RINGS = ((4, 2, 1), (3, 2, 1), (5, 1, 1))
+"""Of codes that the table leaves to tiles which cannot multiply them: those in groups of 32 columns."""
 INT8_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (1 << 62, (128, 256, 128, 8, 3)))
 """Up to so many rows: the tile of an int8 GEMM. Not timed yet."""
 
@@ -316,18 +320,24 @@ class DeviceFormats:
             if rows > linear_planes.MOST_ROWS:
                 return None
             return linear_planes.linear_planes(x, packed, w.bias, residual, out=out, pdl=self._early(rows))
-        if self._scratch is None or not linear_prefetch.is_common(rows):
+        if self._scratch is None:
             return None
         row = self._codes_row_choice(x, w, gemm_table.PLAIN)
         if row is not None:
             return codes_row.linear_codes_row(x, packed, w.bias, residual, out=out, sizes=row[1], pdl=self._pdl)
         choice = self._codes_choice(x, w)
-        sizes = linear_codes.CodesShape(*choice.sizes) if choice.kernel == "codes" else None
-        if sizes is None or not linear_codes.fits(rows, packed, sizes, self._scratch):
-            return None
-        return linear_codes.linear_codes(
-            x, packed, w.bias, residual, sizes=sizes, scratch=self._scratch, out=out, pdl=self._early(rows)
-        )
+        if choice.kernel == _CODES_TILES_KERNEL:
+            tiles = codes_tiles.CodesTilesShape(*choice.sizes)
+            if codes_tiles.fits(rows, packed, tiles, self._scratch):
+                return codes_tiles.linear_codes_tiles(x, packed, w.bias, residual, sizes=tiles, scratch=self._scratch,
+                                                      out=out, pdl=self._early(rows))
+        rings = {"codes": (choice.sizes,), _CODES_TILES_KERNEL: _CODES_RINGS}.get(choice.kernel, ())
+        for ring in rings if linear_prefetch.is_common(rows) else ():
+            sizes = linear_codes.CodesShape(*ring)
+            if linear_codes.fits(rows, packed, sizes, self._scratch):
+                return linear_codes.linear_codes(x, packed, w.bias, residual, sizes=sizes, scratch=self._scratch,
+                                                 out=out, pdl=self._early(rows))
+        return None
 
     def _codes_choice(self, x: Tensor, w: CodesLinear) -> gemm_table.GemmChoice:
         """As the table has it; a weight that the kernel of one row cannot multiply is taken as one of two rows."""

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.bench.gpu import tile_shapes
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
@@ -19,6 +21,7 @@ if torch.cuda.is_available():
         activation,
         coded_rows,
         codes_row,
+        codes_tiles,
         expert_codes,
         expert_linear,
         linear_bytes,
@@ -194,6 +197,30 @@ def test_the_kernel_of_codes_itself(rows: int) -> None:
             if linear_codes.fits(rows, packed, shape, scratch):
                 got = linear_codes.linear_codes(x, packed, sizes=shape, scratch=scratch, pdl=True)
                 close(got, x.float() @ want.float().t(), 0.005, (sizes, features))
+
+
+@pytest.mark.parametrize("tile", tile_shapes.TILES)
+def test_the_kernel_of_codes_in_tiles_itself(tile: tuple[int, ...]) -> None:
+    """Whole tiles, parts of tiles and equal shares; tiles of rows and features that are not full; and twice the same,
+    so that what counts parts is as it was. Few kernels: one with bias and residual, one with two scales of a turn."""
+    if not linear_prefetch.available(torch.device("cuda")):
+        pytest.skip("needs Hopper and Triton 3.6")
+    scratch = linear_prefetch.PrefetchScratch.allocate("cuda")
+    for features, width, group in ((6144, 4096, 128), (1100, 1024, 64)):
+        packed = linear_codes.pack(to_codes(numbers(features, width), group, True), torch.bfloat16)
+        floats = linear_codes.unpacked(packed).float()
+        for rows in (17, 64, 200, 256):
+            x, residual, bias = numbers(rows, width), numbers(rows, features), numbers(1, features)[0]
+            more = (bias, residual) if group == 128 else ()
+            want = x.float() @ floats.t() + sum(each.float() for each in more)
+            for parts in (1, 2, 3, 0):
+                sizes = codes_tiles.CodesTilesShape(*tile, parts)
+                assert codes_tiles.fits(rows, packed, sizes, scratch), sizes
+                run = partial(codes_tiles.linear_codes_tiles, sizes=sizes, scratch=scratch, pdl=True)
+                got = run(x, packed, *more)
+                close(got, want, 0.005, (rows, parts, features))
+                assert torch.equal(got, run(x, packed, *more))
+    assert not scratch.arrived.any()
 
 
 @pytest.mark.parametrize("form", ["plain", "norm", "gated"])

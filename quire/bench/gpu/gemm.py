@@ -19,6 +19,7 @@ from typing import Any
 
 from quire.bench.gpu.cases import FLOPS, READ_BANDWIDTH
 from quire.bench.gpu.row_shapes import row_shapes
+from quire.bench.gpu.tile_shapes import tile_shapes
 from quire.bench.gpu.tune import graph_seconds, weights_of, write
 from quire.bench.gpu.tune_prefetch import rings_of
 from quire.child import child_environment, module_command
@@ -29,6 +30,10 @@ _CODES_SIZES = ((4, 4, 1), (6, 4, 1), (8, 4, 1), (8, 2, 1), (6, 2, 1), (6, 2, 2)
                 (3, 2, 1), (2, 4, 1), (5, 1, 1), (5, 1, 0))
 _ROW_CODES_SIZES = ((6, 4, 1), (6, 2, 2), (3, 4, 2))
 """At one row: those that won there."""
+_MANY_CODES_SIZES = ((32, ((6, 4, 1), (4, 4, 1))), (64, ((4, 2, 1), (2, 4, 1))), (128, ((3, 2, 1), (2, 4, 1))),
+                     (256, ((5, 1, 1),)))
+"""Up to so many rows: those that won there, beside tiles."""
+_FEW_ROWS = 16
 _COMPILERS = 16
 """Processes that compile kernels: those of one weight may be shared by several."""
 _SMALL_RINGS = ((1, 5, 2, 0), (1, 3, 4, 0), (1, 6, 2, 1), (1, 5, 2, 2))
@@ -91,7 +96,7 @@ def text(line: dict[str, Any]) -> str:
     ways = ", ".join(f"{name} {us}" for name, us in line["us"].items())
     return (f"{line['format']} {line['model']:>4} {line['features']:>6} x {line['width']:<5} {line['form']:<5} "
             f"{line['rows']:>5} rows, limit {line['limit_us']:g} us ({line['by']}): best {line['best']} "
-            f"{line['share']:.0%}; us: {ways}")
+            f"{line['share']:.0%}; cuBLAS in bf16 {line.get('bf16_us', '-')} us; us: {ways}")
 
 
 def _ceilings() -> dict[str, float]:
@@ -137,10 +142,11 @@ def _weight(
             read = around.nbytes / READ_BANDWIDTH
             done = 2 * rows * features * width / ({"fp8": rate, "int8": 2 * FLOPS}.get(format_, FLOPS))
             best = min(seconds, key=lambda name: seconds[name])
+            floats = {"bf16_us": round(1e6 * around.float_seconds(), 2)} if rows > 1 else {}
             yield {"bench": "gpu", "case": "gemm", "format": format_, "model": model, "features": features,
                    "width": width, "form": form if rows == 1 else "plain", "rows": rows,
                    "limit_us": round(1e6 * max(read, done), 2), "by": "bytes" if read > done else "FLOPs",
-                   "best": best, "share": round(max(read, done) / seconds[best], 3),
+                   "best": best, **floats, "share": round(max(read, done) / seconds[best], 3),
                    "us": {name: round(1e6 * value, 2) for name, value in sorted(seconds.items(), key=lambda i: i[1])}}
 
 
@@ -190,6 +196,17 @@ class _Around(ABC):
             want = act_mul_reference(want, "silu") if self.form == "gated" else want
         got = way(self.weights[0]).float()
         return bool(((got - want).norm() <= _MOST_ERROR * want.norm()).item())
+
+    def float_seconds(self) -> float:
+        """What cuBLAS takes in bf16, behind the same norm."""
+        import torch
+
+        from quire.kernels.triton.norm import rms_norm
+
+        copies = max(2, math.ceil(_LEAST_BYTES / (self.features * self.width * 2)))
+        floats = [torch.randn(self.features, self.width, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+        return graph_seconds([lambda w=w: torch.mm(rms_norm(self.x, self.gain, 1e-6, pdl=True), w.t())  # type: ignore
+                              for w in floats])
 
     def fused(self) -> dict[str, Any]:
         """What a kernel of one row does besides."""
@@ -346,10 +363,14 @@ class _Int4(_Around):
         return self.x if self.one and self.form == "plain" else rms_norm(self.x, self.gain, 1e-6, pdl=True)
 
     def ways(self, rows: int) -> Ways:
+        from quire.kernels.triton.codes_tiles import MOST_ROWS
         from quire.kernels.triton.linear_codes import CodesShape, fits
 
         found: Ways = self._one_row() if rows == 1 else {}
-        for shape in _ROW_CODES_SIZES if rows == 1 else _CODES_SIZES if rows <= 256 else ():
+        for tiles in tile_shapes(rows, self.weights[0], self.scratch) if _FEW_ROWS < rows <= MOST_ROWS else ():
+            found["codes_tiles " + " ".join(map(str, astuple(tiles)))] = partial(self._tiles, tiles)
+        many = next((shapes for most, shapes in _MANY_CODES_SIZES if rows <= most), ())
+        for shape in _ROW_CODES_SIZES if rows == 1 else _CODES_SIZES if rows <= _FEW_ROWS else many:
             if fits(rows, self.weights[0], CodesShape(*shape), self.scratch):
                 found["codes " + " ".join(map(str, shape))] = partial(self._codes, CodesShape(*shape))
         if rows >= 256:
@@ -373,6 +394,11 @@ class _Int4(_Around):
 
         added = self.residual if self.one and self.form == "plain" else None
         return self.ended(linear_codes(self.rows(), weight, None, added, sizes=sizes, scratch=self.scratch, pdl=True))
+
+    def _tiles(self, sizes: Any, weight: Any) -> Any:
+        from quire.kernels.triton.codes_tiles import linear_codes_tiles
+
+        return linear_codes_tiles(self.rows(), weight, sizes=sizes, scratch=self.scratch, pdl=True)
 
     def _unpacked(self, weight: Any) -> Any:
         import torch

@@ -65,17 +65,25 @@ def _operand(
     """[128, DEPTH] codes less 8 as floats of a slab, from column PART * DEPTH on."""
     PER: gl.constexpr = DEPTH // 16
     words = ring.index(place).slice(PART * 8 * PER, 8 * PER, dim=0).load(WORDS)
+    return codes_operand(words, DEPTH, KIND, OPERAND)
+
+
+@gluon.jit
+def codes_operand(words, DEPTH: gl.constexpr, KIND: gl.constexpr, OPERAND: gl.constexpr):
+    """[features, DEPTH] codes less 8 as floats, of a thread's words: its part of the first operand."""
+    PER: gl.constexpr = DEPTH // 16
+    WARPS: gl.constexpr = words.shape[0] * words.shape[1] // (32 * PER)
     a, b, c, d, e, f, g, h = _codes(words, KIND)
     # Pairs of columns, the two halves of a tile's rows, the two halves of 16 columns.
     low = gl.join(gl.join(a, b), gl.join(c, d))
     high = gl.join(gl.join(e, f), gl.join(g, h))
-    codes = gl.join(low, high).reshape([8, 8, 4, PER, 2, 2, 2])
-    codes = codes.permute([0, 5, 1, 3, 6, 2, 4]).reshape([128, DEPTH])
+    codes = gl.join(low, high).reshape([WARPS, 8, 4, PER, 2, 2, 2])
+    codes = codes.permute([0, 5, 1, 3, 6, 2, 4]).reshape([WARPS * 16, DEPTH])
     return gl.convert_layout(codes, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
-def _weights(codes, scales):
+def scaled_codes(codes, scales):
     """Codes times their scale plus their offset, in the operand's type."""
     scale = (scales & 0xFFFF).to(gl.int16).to(codes.dtype, bitcast=True)
     offset = (scales >> 16).to(gl.int16).to(codes.dtype, bitcast=True)
@@ -140,14 +148,14 @@ def _add_weights(
     tensor cores work on the one before, whose registers they read until they are done."""
     KIND: gl.constexpr = x_ring.dtype
     PARTS: gl.constexpr = 64 // DEPTH
-    operand = _weights(_operand(w_ring, stage * SLABS, 0, DEPTH, KIND, WORDS, OPERAND), held[0])
+    operand = scaled_codes(_operand(w_ring, stage * SLABS, 0, DEPTH, KIND, WORDS, OPERAND), held[0])
     for part in gl.static_range(SLABS * PARTS):
         rows = x_ring.index(stage * SLABS + part // PARTS).slice(part % PARTS * DEPTH, DEPTH, dim=1).permute((1, 0))
         sums = warpgroup_mma(operand, rows, sums, is_async=True)
         if part + 1 < SLABS * PARTS:
             place = stage * SLABS + (part + 1) // PARTS
             codes = _operand(w_ring, place, (part + 1) % PARTS, DEPTH, KIND, WORDS, OPERAND)
-            following = _weights(codes, held[(part + 1) * DEPTH // RUN])
+            following = scaled_codes(codes, held[(part + 1) * DEPTH // RUN])
             sums, operand = warpgroup_mma_wait(0, deps=(sums, operand))
             operand = following
         else:

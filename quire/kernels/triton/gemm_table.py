@@ -27,7 +27,7 @@ LIBRARY, WIDE = "library", "wide"
 @dataclass(frozen=True, slots=True)
 class GemmChoice:
     """The kernel of a GEMM: `row`, `norm_then_row` (the norm in its own kernel), `vector`, `prefetch`, `stream` or
-    `wide` (`quire.kernels.cuda`) with their sizes, of fp8 `bytes_row`, of int4 `codes`, `codes_row` or
+    `wide` (`quire.kernels.cuda`) with their sizes, of fp8 `bytes_row`, of int4 `codes`, `codes_tiles`, `codes_row` or
     `norm_then_codes_row`, or `library` (cuBLAS). A cuBLASLt `algorithm` comes first where the installed version has it
     (`quire.kernels.cublas`)."""
 

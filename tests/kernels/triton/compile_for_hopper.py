@@ -26,7 +26,7 @@ sys.modules.setdefault("tests", _tests)
 import torch  # noqa: E402
 import triton  # noqa: E402
 
-from quire.bench.gpu import tune_fixed, tune_prefetch  # noqa: E402
+from quire.bench.gpu import tile_shapes, tune_fixed, tune_prefetch  # noqa: E402
 from quire.bench.gpu.row_shapes import row_shapes  # noqa: E402
 from quire.kernels.growth import Growing, JudgedRows, NodeRows  # noqa: E402
 from quire.kernels.kv_spec import KVSpec  # noqa: E402
@@ -45,6 +45,7 @@ from quire.kernels.triton import (  # noqa: E402
     code_planes,
     coded_rows,
     codes_row,
+    codes_tiles,
     distill,
     expert_codes,
     expert_few,
@@ -195,6 +196,20 @@ def code_rows(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
                             pdl=True)
 
 
+def code_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Many rows of 4-bit codes: every tile that the tuner tries, of an output projection."""
+    scratch = linear_prefetch.PrefetchScratch.allocate("cpu")
+    codes_tiles.multiprocessors = lambda device: 132
+    words, pairs = torch.empty(1024, 2048, dtype=torch.int32), torch.empty(32, 4096, dtype=torch.int32)
+    weight = PackedCodes(words, pairs, 4096, 4096, 128, dtype)
+    x, residual = torch.empty(256, 4096, dtype=dtype), torch.empty(256, 4096, dtype=dtype)
+    for tile in tile_shapes.TILES:
+        sizes = codes_tiles.CodesTilesShape(*tile, 3)
+        assert codes_tiles.fits(256, weight, sizes, scratch), sizes
+        yield f"code tiles {' '.join(map(str, tile))}", partial(
+            codes_tiles.linear_codes_tiles, x, weight, None, residual, sizes=sizes, scratch=scratch, pdl=True)
+
+
 def streams(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Few rows by weights in registers: every shape that `tune_prefetch` tries, of 8B's weights."""
     weights = {"plain": (4096, 12288), "norm": (6144, 4096), "gated": (24576, 4096)}
@@ -288,6 +303,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
                 linear_fixed.linear_fixed, wide_x, wide_weight, slices=slices, parts=parts)
     if not small:
         yield from code_rows(dtype)
+        yield from code_tiles(dtype)
         yield from streams(dtype)
         yield from byte_rows(dtype)
         yield from prefetch(dtype)
@@ -515,7 +531,8 @@ def variants(dtype: torch.dtype) -> dict[str, int]:
 def main() -> None:
     found: dict[str, Any] = {}
     linear_fixed.capability = lambda device: (9, 0)
-    only = {torch.float32: ("exact", "mixed"), torch.float16: ("prefetch few", "code row", "byte row", "few decode")}
+    only = {torch.float32: ("exact", "mixed"),
+            torch.float16: ("prefetch few", "code row", "byte row", "few decode", "code tiles 3 64 64 6")}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for name, launch in launches(dtype):
             if name not in only.get(dtype, (name,)):

@@ -10,6 +10,7 @@ from quire.bench.gpu.tune import weights_of
 from quire.kernels.cuda.wide_gemm import WideShape
 from quire.kernels.triton import gemm_table
 from quire.kernels.triton.codes_row import CodesRowShape
+from quire.kernels.triton.codes_tiles import CodesTilesShape
 from quire.kernels.triton.gemm_table import (
     FP8,
     GATED,
@@ -32,7 +33,7 @@ from quire.ops.triton import TritonOps
 
 KERNELS = {"row": RowShape, "norm_then_row": RowShape, "prefetch": PrefetchShape, "codes": CodesShape, "vector": tuple,
            "library": tuple, "codes_row": CodesRowShape, "norm_then_codes_row": CodesRowShape,
-           "bytes_row": CodesRowShape, "stream": StreamShape, "wide": WideShape}
+           "bytes_row": CodesRowShape, "stream": StreamShape, "wide": WideShape, "codes_tiles": CodesTilesShape}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:

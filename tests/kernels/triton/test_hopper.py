@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from quire.bench.gpu import tile_shapes
 from quire.config import default_cache_dir
 from quire.kernels.triton import linear_fixed, linear_prefetch
+from quire.kernels.triton.codes_tiles import CodesTilesShape
 
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 
@@ -139,6 +141,18 @@ def test_a_decode_step_writes_its_new_key_before_it_asks_for_any(compiled: dict[
 def test_rotation_leaves_the_loop_over_the_keys_as_fast(compiled: dict[str, Any]) -> None:
     # 128 keys and values of 128 features by 4 warps: 16 + 32 loads of matrices; joined halves had 8 of the former.
     assert compiled["turned decode bfloat16"]["matrix_loads"] >= 48
+
+
+@pytest.mark.parametrize("tile", tile_shapes.TILES)
+def test_codes_in_tiles_are_multiplied_without_a_stop(compiled: dict[str, Any], tile: tuple[int, ...]) -> None:
+    """Of a turn each warp group waits once. Where the assembler finds an operand in use it would wait after every MMA
+    instruction. What the shape says of shared memory holds: the ring, the sums to be stored, and barriers."""
+    kernel, shape = compiled[f"code tiles {' '.join(map(str, tile))} bfloat16"], CodesTilesShape(*tile)
+    found = dict(each.split(":") for each in kernel["resources"].split())
+    assert kernel["drains"] == shape.groups and int(found["STACK"]) <= 16 and int(found["REG"]) == shape.launched
+    per_group = 2 * 4 * shape.features // 64
+    assert kernel["multiplications"] == [f"m64n{shape.rows}k16"] * (shape.groups * per_group)
+    assert shape.shared(128) <= kernel["shared"] <= shape.shared(128) + 1024
 
 
 PREFETCH = {"few": (4, 4), "tiles": (6, 2), "shared": (2, 6), "many": (3, 7)}
