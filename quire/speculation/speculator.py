@@ -84,6 +84,8 @@ class Speculator(ABC):
         self.adaptive = adaptive
         self.most_in_step: int | None = None
         """Most drafts of all sequences together; None: what the step has room for."""
+        self.drafts_ahead = False
+        """The worker may propose drafts before it is known which of those before them were accepted."""
         self.times = StepCosts()
         self.stats = SpeculationStats()
         self._clock = clock
@@ -95,6 +97,11 @@ class Speculator(ABC):
     def most_drafts(self) -> int:
         """Of one sequence in one step."""
         return self.most if self.tree is None else self.tree.nodes
+
+    @property
+    def drafts_follow(self) -> bool:
+        """The sequences that have just been given drafts will most likely get as many in the next step."""
+        return False
 
     # ---- before a step
 
@@ -330,12 +337,14 @@ class DeviceSpeculator(Speculator):
     """Drafts of a model that runs in the worker: only their number is decided here, one for all sequences."""
 
     def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter,
-                 own_kv: bool = False, tree: TreeShape | None = None, cuts: bool = False, gpu: bool = False) -> None:
+                 own_kv: bool = False, tree: TreeShape | None = None, cuts: bool = False, gpu: bool = False,
+                 ahead: bool = False) -> None:
         """`own_kv`: the model must have seen a sequence's whole text before it can guess (`skip_layers` need not).
         `cuts`: it ends a chain where it is unsure, so there may be fewer drafts than were asked for. `gpu`: it has
-        chains alone for sequences whose draws depend on their text."""
+        chains alone for sequences whose draws depend on their text. `ahead`: see `drafts_ahead`."""
         super().__init__(most, adaptive, clock)
         self.tree = tree
+        self.drafts_ahead = ahead
         self._gpu = gpu
         self.own_kv = own_kv
         self.seconds_behind = 0.0
@@ -361,6 +370,11 @@ class DeviceSpeculator(Speculator):
         self._next_probe = 0.0
         """Seconds without drafts after which they are tried again."""
         self._usual_answer = _USUAL_ANSWER
+
+    @property
+    def drafts_follow(self) -> bool:
+        goes_on = not self.adaptive or self._since_plain + 1 < _REMIND
+        return self.drafts_ahead and self._chosen > 0 and goes_on
 
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
         # A grammar's masks after drafts must know them, and these are known in the worker only.

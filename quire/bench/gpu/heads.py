@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quire.scheduler.plan import PlanEntry, StepPlan
     from quire.speculation.speculator import Speculator
     from quire.worker.gpu.drafted import Drafted, DraftSource
+    from quire.worker.gpu.launches import StepLaunches
     from quire.worker.gpu.speculation import Speculation
     from quire.worker.gpu.table import DeviceTable
     from quire.worker.gpu.worker import GpuWorker
@@ -79,7 +80,8 @@ class Replaced:
         self._rng = random.Random(0)
         self._known: dict[int, tuple[int, int]] = {}
         """By row: a position and its token."""
-        self._spans: list[tuple[Any, Any]] = []
+        self._asked: list[_Span] = []
+        self._ahead: list[_Span] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -90,16 +92,14 @@ class Replaced:
         self.inner.follow(plan)
 
     def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]:
-        with self._timed(table.arena.is_cuda):
+        with _Span(self._asked, table.arena.is_cuda):
             filled, drafted = self.inner.propose(entries, table)
         self._replace(entries, drafted, table)
         return filled, drafted
 
-    def _timed(self, on_gpu: bool) -> _Span:
-        span = _Span(on_gpu)
-        if on_gpu:
-            self._spans.append((span.begin, span.end))
-        return span
+    def draft_on(self, drafted: Drafted, judged: StepLaunches) -> bool:
+        with _Span(self._ahead, judged.drawn.is_cuda):
+            return self.inner.draft_on(drafted, judged)
 
     def _replace(self, entries: Sequence[PlanEntry], drafted: Drafted, table: DeviceTable) -> None:
         import torch
@@ -122,20 +122,24 @@ class Replaced:
             drafted.tokens = sent[1].to(torch.int32)
             table.arena[sent[0]] = drafted.tokens
 
-    def seconds(self) -> float:
-        """Of the GPU in all proposals since the last call, which have to be over."""
-        spans, self._spans = self._spans, []
-        return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
+    def seconds(self) -> tuple[float, float]:
+        """Of the GPU in all proposals since the last call, which have to be over: in steps, and behind them."""
+        found = tuple(sum(span.begin.elapsed_time(span.end) for span in spans) / 1e3
+                      for spans in (self._asked, self._ahead))
+        self._asked, self._ahead = [], []
+        return found[0], found[1]
 
 
 class _Span:
-    """Events of a GPU at both ends of a block; nothing elsewhere."""
+    """Events of a GPU at both ends of a block, among those of others; nothing elsewhere."""
 
-    def __init__(self, on_gpu: bool) -> None:
+    def __init__(self, among: list[_Span], on_gpu: bool) -> None:
         import torch
 
         self.begin: Any = torch.cuda.Event(enable_timing=True) if on_gpu else None
         self.end: Any = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        if on_gpu:
+            among.append(self)
 
     def __enter__(self) -> _Span:
         if self.begin is not None:
@@ -187,8 +191,10 @@ class HeadBench(Bench):
         with GpuClock(worker) as clock:
             self.run(worker, method.speculator(self.text, worker, self.seqs), _TEXT, batch)
             whole = clock.seconds()
-        drafting = drafter.seconds()
-        return {**line, "gpu_seconds": round(whole, 4), "drafter_share": round(drafting / whole, 3)}
+        asked, ahead = drafter.seconds()
+        whole += ahead  # behind the steps, whose own launches the clock sees
+        return {**line, "gpu_seconds": round(whole, 4), "drafter_share": round((asked + ahead) / whole, 3),
+                "ahead_share": round(ahead / max(asked + ahead, 1e-9), 3)}
 
 
 def measure(config: dict[str, Any], name: str, args: argparse.Namespace, ops: Ops | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from quire.models.decoder import Decoder
@@ -16,7 +17,9 @@ from quire.worker.gpu.decode_buffers import DecodeBuffers
 from quire.worker.gpu.drafter import DraftRunner
 from quire.worker.gpu.draws import DrawnStep
 from quire.worker.gpu.graphs import GraphCache
+from quire.worker.gpu.launches import StepLaunches
 from quire.worker.gpu.results import PendingStep
+from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import DeviceTable
 
 MOST_NODE_ROWS = 256
@@ -73,14 +76,44 @@ class SpanRunner(DraftRunner):
             rows += [_NO_TOKEN] * (span - entry.num_tokens)
             rows += [PlanEntry(entry.row, entry.start + i, 1, sample=False) for i in range(entry.num_tokens)]
         self._wide.staged(rows, 0).send(self._device, self._wide.stage)
-        if self._wide_graphs is not None and self._replays:
-            self._wide_graphs.run(rung)
-        else:
-            self._decode_last(rung)
+        self._run_wide(rung)
         drawn = self.launches.drawn[0]
         pending = PendingStep(0, count, range(count), drawn[:count])
         self.draws.draw(DrawnStep(pending, entries, range(count), self.launches.buffers.logits, drawn))
         self._staged = [(entry.row, entry.start + entry.num_tokens) for entry in entries]
+
+    def asks_more(self, rows: np.ndarray) -> bool:
+        """Whether the drawing kernel is not enough for drafts of these rows."""
+        return bool(self._table.bits(rows).any())
+
+    def draft_after(self, chains: np.ndarray, judged: StepLaunches, passes: int) -> bool:
+        """So many passes behind chains (`kernels.triton.chains`) whose judges are under way; False, and nothing is
+        launched, where there are too many of them, or their draws have to be kept."""
+        count = len(chains)
+        if count > max(self._wide_rungs, default=0) or self._kept is not None:
+            return False
+        rung = rung_for(self._wide_rungs, count)
+        padded = np.full((rung, 4), -1, np.int32)
+        padded[:count] = chains
+        self.follow(padded, judged)
+        self._run_wide(rung)
+        for _ in range(1, passes):
+            self.launch_decode(rung_for(self.rungs, count))
+        self._staged = []
+        return True
+
+    def follow(self, chains: np.ndarray, judged: StepLaunches) -> None:
+        """Stage the tokens that each chain has become, as the device finds them in what was drawn last."""
+        stage = Stage()
+        stage.add("chains", chains.reshape(-1))
+        sent = stage.send(self._device)
+        judged.follow_chains(stage.view(sent, "chains").view(-1, 4), self._wide, self.span)
+
+    def _run_wide(self, rung: int) -> None:
+        if self._wide_graphs is not None and self._replays:
+            self._wide_graphs.run(rung)
+        else:
+            self._decode_last(rung)
 
     def _fits(self, entries: Sequence[PlanEntry]) -> bool:
         most = max(self._wide_rungs, default=0)

@@ -31,6 +31,7 @@ from quire.kernels.triton import (
     attention_rope,
     attention_split,
     branch,
+    chains,
     coded_rows,
     distill,
     features,
@@ -133,6 +134,7 @@ def others(capability: int) -> None:
     distill.distill(many, many, longs, torch.empty(3), 0.7, torch.empty(3), True)
     trees, drawn = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(1, 3, 2, dtype=torch.int32)
     branch.walk_trees(trees, flags, longs, drawn, flags, table, trees, 0, 16)
+    chains.follow_chains(trees, longs, drawn, flags, flags, flags, 0, 5)
     branch.move_branches(cases.make_cache("cpu", HALF, heads, 4, 16), table, trees, trees)
     compile_for_hopper.growing(2, 4, 3)
     wide, weight = torch.empty(2, 4096, dtype=HALF), torch.empty(256, 4096, dtype=HALF)

@@ -42,6 +42,7 @@ from quire.kernels.triton import (  # noqa: E402
     attention_rope,
     attention_split,
     branch,
+    chains,
     code_planes,
     coded_rows,
     codes_row,
@@ -408,6 +409,7 @@ def drafts(heads: HeadShape, hidden: int = 4096) -> None:
     many = half(4, 12288)
     distill.distill(many, many, ints.long(), torch.empty(4), 0.7, torch.empty(4), True)  # for training heads
     branch.walk_trees(trees, zeros(64), zeros(64).long(), zeros(32, 64, 2), ints[:1], zeros(4, 128), path, 0, 16)
+    chains.follow_chains(trees, zeros(64).long(), zeros(32, 64, 2), ints[:1], zeros(20), zeros(20), 0, 5)
     cache = pair_cache(*(half(4, heads.num_kv_heads, 16, heads.head_dim) for _ in range(2)), 16)
     branch.move_branches(cache, table, trees, path)
     states = LayerCache(KVSpec.feature(hidden), 16, {"feature": half(4, 1, 16, hidden)})
