@@ -2,7 +2,8 @@
 
 The target has random weights of a Qwen3 shape and says a text that is known beforehand (`known_text`). The head has
 random weights too, and makes every pass that a real one makes; then its drafts are replaced by tokens of that text,
-each right with the chance that its place has, given that those before it were. `always`: four drafts in every step;
+each right with the chance that its place has, given that those before it were: of ten drafts at a place exactly that
+share is right, in an order at random, so that no run is luckier than another. `always`: four drafts in every step;
 `as it pays`: the engine decides. The drafter's share is of the GPU's time, between events around its launches.
 """
 
@@ -70,14 +71,30 @@ def random_head(target: Decoder, device: torch.device, max_model_len: int) -> Dr
     return head
 
 
+class Deals:
+    """Whether a draft is right, for each place of a chain by itself: dealt from ten, shuffled."""
+
+    def __init__(self, chances: Sequence[float]) -> None:
+        self._chances = chances
+        self._rng = random.Random(0)
+        self._left: dict[int, list[bool]] = {}
+
+    def hit(self, place: int) -> bool:
+        left = self._left.setdefault(place, [])
+        if not left:
+            right = round(10 * self._chances[min(place, len(self._chances) - 1)])
+            left += [True] * right + [False] * (10 - right)
+            self._rng.shuffle(left)
+        return left.pop()
+
+
 class Replaced:
     """A drafter whose every draft is replaced by one that is right with the chance of its place."""
 
     def __init__(self, inner: DraftSource, text: KnownText, chances: Sequence[float]) -> None:
         self.inner = inner
         self._text = text
-        self._chances = chances
-        self._rng = random.Random(0)
+        self._deals = Deals(chances)
         self._known: dict[int, tuple[int, int]] = {}
         """By row: a position and its token."""
         self._asked: list[_Span] = []
@@ -113,8 +130,9 @@ class Replaced:
             at, token = self._known[entry.row]
             now = self._text.following(token, entry.start - at)[-1] if entry.start > at else token
             self._known[entry.row] = entry.start, now
+            hit = True
             for j, right in enumerate(self._text.following(now, count)):
-                hit = self._rng.random() < self._chances[min(j, len(self._chances) - 1)]
+                hit = hit and self._deals.hit(j)
                 values.append(right if hit else (right + size // 3) % size)
                 places.append(entry.row * table.max_model_len + entry.start + 1 + j)
         if values:
