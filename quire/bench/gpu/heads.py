@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from quire.scheduler.plan import PlanEntry, StepPlan
     from quire.speculation.speculator import Speculator
     from quire.worker.gpu.drafted import Drafted, DraftSource
-    from quire.worker.gpu.launches import StepLaunches
     from quire.worker.gpu.speculation import Speculation
     from quire.worker.gpu.table import DeviceTable
     from quire.worker.gpu.worker import GpuWorker
@@ -114,9 +113,9 @@ class Replaced:
         self._replace(entries, drafted, table)
         return filled, drafted
 
-    def draft_on(self, drafted: Drafted, judged: StepLaunches) -> bool:
-        with _Span(self._ahead, judged.drawn.is_cuda):
-            return self.inner.draft_on(drafted, judged)
+    def draft_on(self, drafted: Drafted) -> bool:
+        with _Span(self._ahead, drafted.tokens.is_cuda):
+            return self.inner.draft_on(drafted)
 
     def _replace(self, entries: Sequence[PlanEntry], drafted: Drafted, table: DeviceTable) -> None:
         import torch

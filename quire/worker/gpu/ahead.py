@@ -15,7 +15,6 @@ import numpy as np
 
 from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.worker.gpu.drafted import Drafted
-from quire.worker.gpu.launches import StepLaunches
 from quire.worker.gpu.spans import SpanRunner
 from quire.worker.gpu.table import DeviceTable
 
@@ -36,11 +35,7 @@ class DraftsAhead:
         self._group = group
         self._known: dict[int, _Ahead] = {}
 
-    def prepare(self, judged: StepLaunches) -> None:
-        """Compile what is not in a graph."""
-        self._runner.follow(np.full((1, 4), -1, np.int32), judged)
-
-    def launch(self, drafted: Drafted, judged: StepLaunches) -> bool:
+    def launch(self, drafted: Drafted) -> bool:
         """Drafts for sequences whose drafts are judged by the decode step launched last, as many for each as the one
         with the most had. All of them or none, since each part of them would take passes of its own; True if anything
         was launched."""
@@ -56,7 +51,7 @@ class DraftsAhead:
             first += 1 + count
         chains = np.array(found, np.int32)
         # To draw for whoever asks for more than a temperature the host must know the text.
-        if not found or self._runner.asks_more(chains[:, 0]) or not self._runner.draft_after(chains, judged, passes):
+        if not found or self._runner.asks_more(chains[:, 0]) or not self._runner.draft_after(chains, passes):
             return False
         self._known = {row: _Ahead(position, passes) for row, position, _, _ in found}
         return True

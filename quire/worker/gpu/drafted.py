@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from quire.sampling.sending import send, send_tensor
 from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.speculation.tree import Parents
 from quire.worker.gpu.table import DeviceTable
-
-if TYPE_CHECKING:
-    from quire.worker.gpu.launches import StepLaunches
 
 
 @dataclass(slots=True)
@@ -133,7 +130,7 @@ class DraftSource(Protocol):
 
     def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]: ...
 
-    def draft_on(self, drafted: Drafted, judged: StepLaunches) -> bool: ...
+    def draft_on(self, drafted: Drafted) -> bool: ...
 
 
 def _starts(entries: Sequence[PlanEntry]) -> list[tuple[int, int]]:

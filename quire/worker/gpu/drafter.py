@@ -25,7 +25,6 @@ from quire.worker.drafter import MOST_AT_ONCE
 from quire.worker.gpu.batches import end_of, is_decode
 from quire.worker.gpu.drafted import Drafted, DraftPass
 from quire.worker.gpu.draws import DrawnStep, SpecialDraws
-from quire.worker.gpu.launches import StepLaunches
 from quire.worker.gpu.runner import DeviceRunner
 from quire.worker.gpu.sampled_stage import SampledRow
 from quire.worker.gpu.sampling import special_batch
@@ -116,7 +115,7 @@ class Growth(Protocol):
 class Ahead(Protocol):
     """Launches drafts before the next plan asks for them."""
 
-    def launch(self, drafted: Drafted, judged: StepLaunches) -> bool: ...
+    def launch(self, drafted: Drafted) -> bool: ...
 
     def keep(self, plan: StepPlan) -> None: ...
 
@@ -139,9 +138,9 @@ class DeviceDrafter:
         self._trees = trees
         self._ahead = ahead
 
-    def draft_on(self, drafted: Drafted, judged: StepLaunches) -> bool:
+    def draft_on(self, drafted: Drafted) -> bool:
         """Drafts for the step after the one that was launched last, whose drafts these are."""
-        return self._ahead is not None and self._ahead.launch(drafted, judged)
+        return self._ahead is not None and self._ahead.launch(drafted)
 
     def follow(self, plan: StepPlan) -> None:
         """Take note of what a plan does to the rows and blocks, before it runs."""

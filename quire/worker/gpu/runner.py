@@ -154,7 +154,7 @@ class DeviceRunner:
         if self.drafter is None or drafted is None or not isinstance(pending.drawing, range):
             return False
         chains = not drafted.parents and not drafted.grown_depths
-        return chains and self.drafter.draft_on(drafted, self.launches)
+        return chains and self.drafter.draft_on(drafted)
 
     def _run_trees(self, trees: TreeSteps, plan: StepPlan, places: np.ndarray, values: np.ndarray) -> PendingStep:
         self.launches.scatter(places, values)

@@ -333,7 +333,7 @@ class GpuWorker:
         ahead = None
         if isinstance(drafting, HeadRunner):
             ahead = DraftsAhead(drafting, self.table, draft_group(self.spec))
-            ahead.prepare(self._runner.launches)
+            drafting.follow(self._runner.launches)
         self._runner.drafter = DeviceDrafter(drafting, progress, self._options.max_num_batched_tokens,
                                              not isinstance(drafting, HeadRunner), self._build_grower(drafting), ahead)
 

@@ -43,6 +43,7 @@ from quire.kernels.triton import (
     linear_planes,
     meeting,
     norm,
+    spread,
     weights,
 )
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache
@@ -130,6 +131,7 @@ def others(capability: int) -> None:
     kept, table = torch.empty(64, 256, dtype=HALF), flags.view(3, 1)
     features.keep_features(kept[:3], kept, table, 16, flags, flags)
     features.fetch_features(kept, table, 16, flags, flags, kept[:3])
+    spread.spread(torch.empty(3, 128, dtype=HALF), flags, torch.empty(3, 200, dtype=HALF), -1e9)
     many = torch.empty(3, 12288, dtype=HALF)
     distill.distill(many, many, longs, torch.empty(3), 0.7, torch.empty(3), True)
     trees, drawn = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(1, 3, 2, dtype=torch.int32)

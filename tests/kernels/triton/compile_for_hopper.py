@@ -68,6 +68,7 @@ from quire.kernels.triton import (  # noqa: E402
     rope_cache,
     route,
     sample,
+    spread,
 )
 from quire.kernels.triton.linear_codes import PackedCodes  # noqa: E402
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, pair_cache  # noqa: E402
@@ -404,6 +405,7 @@ def drafts(heads: HeadShape, hidden: int = 4096) -> None:
     table, kept = torch.zeros(4, 8, dtype=torch.int32), half(64, hidden)
     features.keep_features(half(4, hidden), kept, table, 16, ints, ints)
     features.fetch_features(kept, table, 16, ints, ints, half(4, hidden))
+    spread.spread(half(4, 32000), ints, half(4, 151936), -1e9)
     zeros = partial(torch.zeros, dtype=torch.int32)
     trees, path = zeros(4, 4), zeros(4, 8)
     many = half(4, 12288)

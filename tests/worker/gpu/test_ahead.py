@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,11 +61,11 @@ def observed(core: Any) -> tuple[Drafts, list[int], list[int]]:
     return seen, passes, taken
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
-def test_drafts_made_ahead_are_those_that_would_be_made_when_asked_for(kind: str) -> None:
+def check_drafts_ahead(engine: Callable[[], Any]) -> tuple[Drafts, Drafts]:
+    """Tokens of one engine that drafts ahead and one that does not are the same; returns the drafts of both."""
     found: list[tuple[Any, Drafts]] = []
     for ahead in (True, False):
-        core = make_engine(TARGETS[kind], device=True, depth=2, budget=120, **asked(kind))
+        core = engine()
         assert core.scheduler.speculator is not None and core.scheduler.speculator.drafts_ahead
         core.scheduler.speculator.drafts_ahead = ahead
         seen, passes, taken = observed(core)
@@ -77,7 +77,14 @@ def test_drafts_made_ahead_are_those_that_would_be_made_when_asked_for(kind: str
         assert (sum(map(bool, taken)) > 0.6 * len(taken)) is ahead
         core.close()
     assert found[0][0] == found[1][0]
-    assert found[0][1] == found[1][1] and len(found[0][1]) > 30
+    return found[0][1], found[1][1]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
+def test_drafts_made_ahead_are_those_that_would_be_made_when_asked_for(kind: str) -> None:
+    ahead, asked_for = check_drafts_ahead(
+        lambda: make_engine(TARGETS[kind], device=True, depth=2, budget=120, **asked(kind)))
+    assert ahead == asked_for and len(ahead) > 30
 
 
 @pytest.mark.parametrize(("options", "requests"), [
@@ -125,15 +132,15 @@ def test_drafts_ahead_hold_for_the_next_plan_and_its_sequences_alone() -> None:
     entries = [PlanEntry(row, 25, 4, True, device_drafts=3) for row in (0, 2, 4)]
     started = RowStart(2, [1], 1, SamplingParams(), 0, 0)
 
-    assert ahead.launch(judged, None) and not ahead.launch(  # type: ignore[arg-type]
-        SimpleNamespace(counts=[3], starts=[(4, 25)]), None)  # type: ignore[arg-type]
-    assert ahead.launch(judged, None)  # type: ignore[arg-type]
+    assert ahead.launch(judged) and not ahead.launch(
+        SimpleNamespace(counts=[3], starts=[(4, 25)]))  # type: ignore[arg-type]
+    assert ahead.launch(judged)
     ahead.keep(StepPlan(1, starts=[started], entries=entries[:2]))
     assert [ahead.take(entry, start) for entry, start in zip(entries, (10, 20, 24), strict=True)] == [3, 0, 0]
-    assert ahead.launch(judged, None)  # type: ignore[arg-type]
+    assert ahead.launch(judged)
     ahead.keep(StepPlan(1, entries=entries))
     assert [ahead.take(entry, start) for entry, start in zip(entries, (10, 19, 24), strict=True)] == [3, 0, 3]
-    assert ahead.launch(judged, None)  # type: ignore[arg-type]
+    assert ahead.launch(judged)
     ahead.keep(StepPlan(1, entries=[PlanEntry(0, 25, 1, True)]))
     ahead.keep(StepPlan(2, entries=entries))
     assert not any(ahead.take(entry, entry.start) for entry in entries)
@@ -153,5 +160,5 @@ def test_more_chains_than_a_captured_step_holds_are_not_drafted_ahead() -> None:
     core = make_engine(TARGETS["eagle"], device=True, **asked("eagle"))
     worker: Any = core.executor._worker  # type: ignore[attr-defined]
     runner: SpanRunner = worker._runner.drafter.runner
-    assert not runner.draft_after(np.zeros((1 + max(runner._wide_rungs), 4), np.int32), worker._runner.launches, 3)
+    assert not runner.draft_after(np.zeros((1 + max(runner._wide_rungs), 4), np.int32), 3)
     core.close()
