@@ -39,7 +39,6 @@ class DraftsAhead:
         """Drafts for sequences whose drafts are judged by the decode step launched last, as many for each as the one
         with the most had. All of them or none, since each part of them would take passes of its own; True if anything
         was launched."""
-        self._known = {}
         passes, first = max(drafted.counts), 0
         found = []
         for (row, position), count in zip(drafted.starts, drafted.counts, strict=True):
@@ -53,15 +52,17 @@ class DraftsAhead:
         # To draw for whoever asks for more than a temperature the host must know the text.
         if not found or self._runner.asks_more(chains[:, 0]) or not self._runner.draft_after(chains, passes):
             return False
-        self._known = {row: _Ahead(position, passes) for row, position, _, _ in found}
+        self._known |= {row: _Ahead(position, passes) for row, position, _, _ in found}
         return True
 
     def keep(self, plan: StepPlan) -> None:
-        """Only for sequences that go on with drafts of their own in this plan, the next one."""
+        """Only for sequences that go on with a chain of drafts, if not in this plan, then in a later one."""
         if self._known:
-            starts = {start.row for start in plan.starts}
-            rows = {entry.row for entry in plan.entries if entry.device_drafts and not entry.draft_depth} - starts
-            self._known = {row: ahead for row, ahead in self._known.items() if row in rows}
+            for start in plan.starts:
+                self._known.pop(start.row, None)
+            for entry in plan.entries:
+                if not entry.device_drafts or entry.draft_depth:
+                    self._known.pop(entry.row, None)
 
     def take(self, entry: PlanEntry, start: int) -> int:
         """How many drafts lie in the row of an entry behind its text, if the head has computed it from `start` on."""

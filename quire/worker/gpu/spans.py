@@ -90,10 +90,7 @@ class SpanRunner(DraftRunner):
             rows += [_NO_TOKEN] * (span - entry.num_tokens)
             rows += [PlanEntry(entry.row, entry.start + i, 1, sample=False) for i in range(entry.num_tokens)]
         self._wide.staged(rows, 0).send(self._device, self._wide.stage)
-        if self._wide_graphs is not None and self._replays:
-            self._wide_graphs.run(rung)
-        else:
-            self._decode_last(rung)
+        self._run_wide(rung)
         drawn = self.launches.drawn[0]
         pending = PendingStep(0, count, range(count), drawn[:count])
         self.draws.draw(DrawnStep(pending, entries, range(count), self.launches.buffers.logits, drawn))
@@ -118,19 +115,31 @@ class SpanRunner(DraftRunner):
         self._staged = []
         if self._ahead_graphs is not None and self._replays and self._ahead_graphs.holds((rung, passes)):
             self._ahead_graphs.run((rung, passes))
-        else:
-            self._draft_after((rung, passes))
+            return True
+        self._follow_chains(rung)
+        self._run_wide(rung)
+        for _ in range(1, passes):
+            self.launch_decode(rung)
         return True
 
     def _draft_after(self, shape: tuple[int, int], separate_rope: bool = False) -> None:
-        """So many chains as are staged, and passes."""
-        if self._judges is None:
-            raise InvariantError("nobody is followed by drafts")
+        """Passes of as many chains as are staged, for one graph."""
         rung, passes = shape
-        self._judges.follow_chains(self._chains[: 4 * rung].view(-1, 4), self._wide, self.span)
+        self._follow_chains(rung)
         self.launches.decode_last(self._wide, rung, self.span)
         for _ in range(1, passes):
             self.launches.decode(rung, separate_rope)
+
+    def _follow_chains(self, rung: int) -> None:
+        if self._judges is None:
+            raise InvariantError("nobody is followed by drafts")
+        self._judges.follow_chains(self._chains[: 4 * rung].view(-1, 4), self._wide, self.span)
+
+    def _run_wide(self, rung: int) -> None:
+        if self._wide_graphs is not None and self._replays:
+            self._wide_graphs.run(rung)
+        else:
+            self._decode_last(rung)
 
     def _fits(self, entries: Sequence[PlanEntry]) -> bool:
         most = max(self._wide_rungs, default=0)

@@ -125,7 +125,7 @@ def test_a_row_has_room_for_as_many_tokens_as_its_own_blocks_hold() -> None:
     assert table.room(0, 1) == 8
 
 
-def test_drafts_ahead_hold_for_the_next_plan_and_its_sequences_alone() -> None:
+def test_drafts_ahead_hold_until_their_sequence_goes_on() -> None:
     runner: Any = SimpleNamespace(draft_after=lambda *_: True, asks_more=lambda rows: False)
     ahead = DraftsAhead(runner, SimpleNamespace(room=lambda group, row: 30), 0)  # type: ignore[arg-type]
     judged: Any = SimpleNamespace(counts=[3, 0, 2, 3], starts=[(0, 10), (1, 5), (2, 20), (4, 24)])
@@ -136,14 +136,15 @@ def test_drafts_ahead_hold_for_the_next_plan_and_its_sequences_alone() -> None:
         SimpleNamespace(counts=[3], starts=[(4, 25)]))  # type: ignore[arg-type]
     assert ahead.launch(judged)
     ahead.keep(StepPlan(1, starts=[started], entries=entries[:2]))
-    assert [ahead.take(entry, start) for entry, start in zip(entries, (10, 20, 24), strict=True)] == [3, 0, 0]
+    assert [ahead.take(entry, start) for entry, start in zip(entries, (10, 20, 24), strict=True)] == [3, 0, 3]
     assert ahead.launch(judged)
     ahead.keep(StepPlan(1, entries=entries))
     assert [ahead.take(entry, start) for entry, start in zip(entries, (10, 19, 24), strict=True)] == [3, 0, 3]
     assert ahead.launch(judged)
-    ahead.keep(StepPlan(1, entries=[PlanEntry(0, 25, 1, True)]))
+    ahead.keep(StepPlan(1, entries=[PlanEntry(0, 25, 1, True), PlanEntry(7, 0, 9, False)]))
     ahead.keep(StepPlan(2, entries=entries))
-    assert not any(ahead.take(entry, entry.start) for entry in entries)
+    assert [ahead.take(entry, start) for entry, start in zip(entries, (10, 20, 24), strict=True)] == [0, 3, 3]
+    assert not any(ahead.take(entry, start) for entry, start in zip(entries, (10, 20, 24), strict=True))
 
 
 def test_copies_wait_once_for_drafts_that_were_launched_behind_a_step() -> None:
