@@ -92,6 +92,21 @@ def walk_trees(trees: Tensor, parents: Tensor, ids: Tensor, drawn: Tensor, ring:
             node = path[tree, depth] = children[0]
 
 
+def follow_chains(chains: Tensor, ids: Tensor, drawn: Tensor, ring: Tensor, rows: Tensor, positions: Tensor, ok: int,
+                  span: int) -> None:
+    """The tokens that each chain of drafts has become, as rows of a step: as `kernels.triton.chains`."""
+    results = drawn[int(ring[0])].tolist()
+    for chain, (row, position, first, count) in enumerate(chains.tolist()):
+        accepted = 0
+        while accepted < count and results[first + accepted] == [int(ids[first + 1 + accepted]), ok]:
+            accepted += 1
+        for place in range(span):
+            at = position + accepted - (span - 1) + place
+            real = row >= 0 and at >= position
+            rows[chain * span + place] = row if real else -1
+            positions[chain * span + place] = at if real else 0
+
+
 def draw(
     logits: Tensor,
     state: Tensor,

@@ -227,6 +227,12 @@ class Ops(AttentionBackend):
         """[M, sum of widths]: rows side by side."""
         return torch.cat(tuple(parts), 1)
 
+    def spread(self, found: Tensor, guessed: Tensor, places: Tensor, out: Tensor, least: float) -> None:
+        """Logits [R, guessed] of the tokens `guessed` into `out` [R, vocabulary], `least` for all others. `places`
+        int32 [vocabulary]: which of `guessed` each token is, -1: none."""
+        out.fill_(least)
+        out[:, guessed] = found
+
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x times a float32 factor, into memory of its own."""
         return x * factor

@@ -32,6 +32,7 @@ from quire.kernels.triton import (
     linear_stream,
     norm,
     rope_cache,
+    spread,
 )
 from quire.kernels.triton.fixed_prefetch import FEW_ROWS, linear_fixed_prefetch, units_for
 from quire.kernels.triton.gemm_table import GemmChoice
@@ -315,6 +316,9 @@ class TritonOps(Ops):
 
     def embed(self, ids: Tensor, w: DeviceLinear) -> Tensor:
         return F.embedding(ids, w.weight)
+
+    def spread(self, found: Tensor, guessed: Tensor, places: Tensor, out: Tensor, least: float) -> None:
+        spread.spread(found, places, out, least)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)

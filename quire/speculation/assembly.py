@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.errors import ConfigError
 from quire.speculation.ngram import NgramSource
-from quire.speculation.options import NGRAM, SUFFIX, SpeculationOptions
+from quire.speculation.options import NGRAM, REJECTION, SUFFIX, SpeculationOptions
 from quire.speculation.speculator import DeviceSpeculator, LookupSpeculator, Speculator
 from quire.speculation.suffix import SuffixSource
 
@@ -30,4 +30,5 @@ def _speculator(options: SpeculationOptions, gpu: bool) -> Speculator:
         source = SuffixSource(options.prompt_lookup_min, options.max_cached_tokens)
         return LookupSpeculator(source, most, adaptive, tree=tree)
     cuts = options.chain_floor > 0.0 and not gpu
-    return DeviceSpeculator(most, adaptive, own_kv=options.own_kv, tree=tree, cuts=cuts, gpu=gpu)
+    ahead = gpu and options.reads_states and tree is None and options.verifier != REJECTION
+    return DeviceSpeculator(most, adaptive, own_kv=options.own_kv, tree=tree, cuts=cuts, gpu=gpu, ahead=ahead)

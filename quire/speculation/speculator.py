@@ -38,8 +38,12 @@ _LEAST_CHANCE = 0.02
 """Of a draft in a tree that is worth a thought."""
 _WAIT_CHANCE = 0.5
 """Where steps overlap, a sequence waits for its last token only if its next draft is at least so likely."""
-_REMIND = 40
-"""Steps with drafts of a model after which one goes without."""
+_REMIND, _SELDOM = 40, 320
+"""Steps with drafts of a model after which one goes without, at first, and where drafts have always paid clearly."""
+_CLEARLY = 1.25
+"""Times the tokens per second without drafts from which on nobody has to look so often."""
+_NEARLY = 0.985
+"""Of the best rate: more drafts that are believed to give as much are taken, since only tries show what they give."""
 _PROBE_SHARE = 0.01
 """Share of the time that may go into finding out whether drafts of a model have begun to pay, at first."""
 _NEARLY_THERE = 16
@@ -84,6 +88,8 @@ class Speculator(ABC):
         self.adaptive = adaptive
         self.most_in_step: int | None = None
         """Most drafts of all sequences together; None: what the step has room for."""
+        self.drafts_ahead = False
+        """The worker may propose drafts before it is known which of those before them were accepted."""
         self.times = StepCosts()
         self.stats = SpeculationStats()
         self._clock = clock
@@ -95,6 +101,11 @@ class Speculator(ABC):
     def most_drafts(self) -> int:
         """Of one sequence in one step."""
         return self.most if self.tree is None else self.tree.nodes
+
+    @property
+    def drafts_follow(self) -> bool:
+        """The sequences that have just been given drafts will most likely get as many in the next step."""
+        return False
 
     # ---- before a step
 
@@ -330,12 +341,14 @@ class DeviceSpeculator(Speculator):
     """Drafts of a model that runs in the worker: only their number is decided here, one for all sequences."""
 
     def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter,
-                 own_kv: bool = False, tree: TreeShape | None = None, cuts: bool = False, gpu: bool = False) -> None:
+                 own_kv: bool = False, tree: TreeShape | None = None, cuts: bool = False, gpu: bool = False,
+                 ahead: bool = False) -> None:
         """`own_kv`: the model must have seen a sequence's whole text before it can guess (`skip_layers` need not).
         `cuts`: it ends a chain where it is unsure, so there may be fewer drafts than were asked for. `gpu`: it has
-        chains alone for sequences whose draws depend on their text."""
+        chains alone for sequences whose draws depend on their text. `ahead`: see `drafts_ahead`."""
         super().__init__(most, adaptive, clock)
         self.tree = tree
+        self.drafts_ahead = ahead
         self._gpu = gpu
         self.own_kv = own_kv
         self.seconds_behind = 0.0
@@ -356,11 +369,17 @@ class DeviceSpeculator(Speculator):
         self._plain_seconds = 0.0
         """Spent on steps without drafts since the last one with some."""
         self._since_plain = 0
+        self._remind = _REMIND
         self._chosen = most
         self._patience = 1
         self._next_probe = 0.0
         """Seconds without drafts after which they are tried again."""
         self._usual_answer = _USUAL_ANSWER
+
+    @property
+    def drafts_follow(self) -> bool:
+        goes_on = not self.adaptive or self._since_plain + 1 < self._remind
+        return self.drafts_ahead and self._chosen > 0 and goes_on
 
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
         # A grammar's masks after drafts must know them, and these are known in the worker only.
@@ -424,7 +443,8 @@ class DeviceSpeculator(Speculator):
         if not self.times.known or not self.drafting.known:
             return most, shape
         gain = _LEAST_CUT_GAIN if self._all_cut else _LEAST_MODEL_GAIN
-        best, best_rate = 0, gain * num_decoding / self.times.estimate(num_decoding)
+        plain = num_decoding / self.times.estimate(num_decoding)
+        best, best_rate = 0, gain * plain
         chains = [self._follow(seq).chain(most) for seq in sequences]
         catching_up = self._catching_up(sequences) / _HORIZON
         tokens = float(num_decoding)
@@ -433,8 +453,8 @@ class DeviceSpeculator(Speculator):
             if self._all_cut and count < most:
                 continue  # the model itself finds out how many are worth it
             rate = tokens / (self._seconds(num_decoding, len(sequences), count) + catching_up)
-            if rate > best_rate:
-                best, best_rate = count, rate
+            if rate > best_rate or (best and rate > _NEARLY * best_rate):
+                best, best_rate = count, max(rate, best_rate)
         if shape is not None:
             tokens = num_decoding + len(sequences) * sum(self._tree_odds.chain(shape.depth))
             seconds = self._seconds(num_decoding, len(sequences), shape.depth, shape.nodes) + catching_up
@@ -445,8 +465,11 @@ class DeviceSpeculator(Speculator):
         if not best:
             return 0, None
         self._patience = 1
+        if self._since_plain < self._remind:
+            return best, shape
         # Now and then a step without drafts, to keep its measured time up to date.
-        return (best, shape) if self._since_plain < _REMIND else (0, None)
+        self._remind = min(2 * self._remind, _SELDOM) if best_rate > _CLEARLY * plain else _REMIND
+        return 0, None
 
     def _probes(self, sequences: list[Sequence], num_decoding: int) -> bool:
         """Is it time to try whether drafts have begun to pay?"""

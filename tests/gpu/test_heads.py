@@ -14,10 +14,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     from quire.ops.reference import TorchOps
     from quire.worker.gpu.options import DeviceOptions
+    from tests.kernels.triton.test_chains import check_chains
     from tests.kernels.triton.test_features import check_features
     from tests.worker.gpu.drafting import accepted, looping, remembering
     from tests.worker.gpu.engines import MAX_LEN, SEQS, make_engine, run
     from tests.worker.gpu.head_cases import TARGETS, asked, faint
+    from tests.worker.gpu.test_ahead import check_drafts_ahead, simple
 
 KINDS = ("eagle", "eagle3", "mtp")
 
@@ -51,6 +53,18 @@ def test_states_are_kept_and_fetched(dtype: torch.dtype) -> None:
     check_features("cuda", dtype)
 
 
+def test_chains_go_on_behind_what_was_accepted() -> None:
+    check_chains("cuda")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_made_ahead_change_no_bit(kind: str) -> None:
+    """And are those that would be made when asked for, but for a near tie."""
+    ahead, asked_for = check_drafts_ahead(lambda: engine(kind, **asked(kind)))
+    both = [text for text in ahead if text in asked_for]
+    assert len(both) > 30 and sum(ahead[text] == asked_for[text] for text in both) >= 0.95 * len(both)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_change_no_bit_and_are_made_by_replayed_graphs(kind: str) -> None:
     core = engine(kind, **asked(kind))
@@ -58,7 +72,7 @@ def test_drafts_change_no_bit_and_are_made_by_replayed_graphs(kind: str) -> None
     kept, offered = accepted(core)
     runner = core.executor._worker._runner.drafter.runner
     assert 0 < kept < offered
-    assert runner.replays > 20 and runner._wide_graphs.replays > 5
+    assert runner.replays > 20 and runner._wide_graphs.replays + runner._ahead_graphs.replays > 5
     core.close()
 
 
@@ -86,20 +100,23 @@ def test_short_memory_and_chunks_change_no_bit(kind: str) -> None:
 def test_no_step_with_drafts_makes_the_host_wait(kind: str, verifier: str) -> None:
     core = engine(kind, deterministic=False, dtype="bfloat16", **asked(kind, 3, verifier))
     runner = core.executor._worker._runner
-    inner, caught = runner.run, []
+    caught: list[str] = []
 
-    def watched(plan: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return inner(plan)
-        except RuntimeError:
-            caught.append(traceback.format_exc(limit=-6))
-            raise
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def watched(inner: Any) -> Any:
+        def launching(step: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return inner(step)
+            except RuntimeError:
+                caught.append(traceback.format_exc(limit=-6))
+                raise
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
-    runner.run = watched
-    for requests in (looping(), remembering()):
+        return launching
+
+    runner.run, runner.draft_on = watched(runner.run), watched(runner.draft_on)
+    for requests in (looping(), remembering(), simple()):
         found = run(core, requests)
         assert caught == []
         assert [one[3] for one in found.values() if one[3]] == []

@@ -353,3 +353,48 @@ def test_a_wrong_belief_about_costs_is_mended_by_steps() -> None:
             speculator.times.observe(size, 0.02)
     plain = Stream([repeating(1500)], compute_bound, None).run()
     assert plain / stream.run() > 0.8
+
+
+def test_where_drafts_of_a_model_pay_clearly_few_steps_go_without() -> None:
+    speculator = DeviceSpeculator(4)
+    speculator.drafting.observe(1, 0.0005)
+    stream = Stream([free(4000)], memory_bound, speculator, draft_cost=0.0005, draft_hits=0.9)
+    stream.run()
+    assert stream.steps > 600 and 2 <= speculator.stats.decode_steps - speculator.stats.verifications < 9
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_whoever_may_draft_ahead_is_told_whether_drafts_will_follow(adaptive: bool) -> None:
+    """Of a step before one without drafts: no."""
+    speculator = DeviceSpeculator(4, adaptive, ahead=True)
+    speculator.drafting.observe(1, 0.0005)
+    stream = Stream([free(2000)], memory_bound, speculator, draft_cost=0.0005, draft_hits=0.9, depth=2)
+    schedule, plans = stream.scheduler.schedule, []
+
+    def watched() -> StepPlan | None:
+        plan = schedule()
+        if plan is not None:
+            plans.append((any(entry.device_drafts for entry in plan.entries), plan.drafts_follow))
+        return plan
+
+    stream.scheduler.schedule = watched  # type: ignore[method-assign]
+    stream.run()
+    drafted = [i for i, (some, _) in enumerate(plans) if some]
+    assert len(drafted) > 300
+    right = [plans[i][1] == plans[i + 1][0] for i in drafted if i + 1 < len(plans)]
+    assert right.count(False) <= 2  # where the text ends there is nothing left to draft
+    assert any(not plans[i][1] for i in drafted) is adaptive
+
+
+@pytest.mark.parametrize(("dearer", "drafts"), [(1.03, 4), (1.07, 4), (1.1, 3)])
+def test_of_drafts_that_are_worth_about_the_same_more_are_taken(dearer: float, drafts: int) -> None:
+    """So that their odds are learned. By what is believed at first, four give 1.06 times the tokens of three."""
+    speculator = DeviceSpeculator(4)
+    speculator.drafting.observe(1, 1e-9)
+    costs = {1: 0.020, 2: 0.0201, 3: 0.0202, 4: 0.0203, 5: 0.0203 * dearer}
+    stream = Stream([free(600)], lambda tokens: costs.get(tokens, 0.1), speculator, sizes=(1, 2, 3, 4, 5))
+    prompt = stream.scheduler.schedule()
+    assert prompt is not None
+    stream.scheduler.update(StepResult(prompt.step, [EntryResult([1])]))
+    plan = stream.scheduler.schedule()
+    assert plan is not None and [entry.device_drafts for entry in plan.entries] == [drafts]

@@ -2,7 +2,8 @@
 
 The target has random weights of a Qwen3 shape and says a text that is known beforehand (`known_text`). The head has
 random weights too, and makes every pass that a real one makes; then its drafts are replaced by tokens of that text,
-each right with the chance that its place has, given that those before it were. `always`: four drafts in every step;
+each right with the chance that its place has, given that those before it were: of ten drafts at a place exactly that
+share is right, in an order at random, so that no run is luckier than another. `always`: four drafts in every step;
 `as it pays`: the engine decides. The drafter's share is of the GPU's time, between events around its launches.
 """
 
@@ -69,17 +70,34 @@ def random_head(target: Decoder, device: torch.device, max_model_len: int) -> Dr
     return head
 
 
+class Deals:
+    """Whether a draft is right, for each place of a chain by itself: dealt from ten, shuffled."""
+
+    def __init__(self, chances: Sequence[float]) -> None:
+        self._chances = chances
+        self._rng = random.Random(0)
+        self._left: dict[int, list[bool]] = {}
+
+    def hit(self, place: int) -> bool:
+        left = self._left.setdefault(place, [])
+        if not left:
+            right = round(10 * self._chances[min(place, len(self._chances) - 1)])
+            left += [True] * right + [False] * (10 - right)
+            self._rng.shuffle(left)
+        return left.pop()
+
+
 class Replaced:
     """A drafter whose every draft is replaced by one that is right with the chance of its place."""
 
     def __init__(self, inner: DraftSource, text: KnownText, chances: Sequence[float]) -> None:
         self.inner = inner
         self._text = text
-        self._chances = chances
-        self._rng = random.Random(0)
+        self._deals = Deals(chances)
         self._known: dict[int, tuple[int, int]] = {}
         """By row: a position and its token."""
-        self._spans: list[tuple[Any, Any]] = []
+        self._asked: list[_Span] = []
+        self._ahead: list[_Span] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -90,16 +108,14 @@ class Replaced:
         self.inner.follow(plan)
 
     def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]:
-        with self._timed(table.arena.is_cuda):
+        with _Span(self._asked, table.arena.is_cuda):
             filled, drafted = self.inner.propose(entries, table)
         self._replace(entries, drafted, table)
         return filled, drafted
 
-    def _timed(self, on_gpu: bool) -> _Span:
-        span = _Span(on_gpu)
-        if on_gpu:
-            self._spans.append((span.begin, span.end))
-        return span
+    def draft_on(self, drafted: Drafted) -> bool:
+        with _Span(self._ahead, drafted.tokens.is_cuda):
+            return self.inner.draft_on(drafted)
 
     def _replace(self, entries: Sequence[PlanEntry], drafted: Drafted, table: DeviceTable) -> None:
         import torch
@@ -113,8 +129,9 @@ class Replaced:
             at, token = self._known[entry.row]
             now = self._text.following(token, entry.start - at)[-1] if entry.start > at else token
             self._known[entry.row] = entry.start, now
+            hit = True
             for j, right in enumerate(self._text.following(now, count)):
-                hit = self._rng.random() < self._chances[min(j, len(self._chances) - 1)]
+                hit = hit and self._deals.hit(j)
                 values.append(right if hit else (right + size // 3) % size)
                 places.append(entry.row * table.max_model_len + entry.start + 1 + j)
         if values:
@@ -122,20 +139,24 @@ class Replaced:
             drafted.tokens = sent[1].to(torch.int32)
             table.arena[sent[0]] = drafted.tokens
 
-    def seconds(self) -> float:
-        """Of the GPU in all proposals since the last call, which have to be over."""
-        spans, self._spans = self._spans, []
-        return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
+    def seconds(self) -> tuple[float, float]:
+        """Of the GPU in all proposals since the last call, which have to be over: in steps, and behind them."""
+        found = tuple(sum(span.begin.elapsed_time(span.end) for span in spans) / 1e3
+                      for spans in (self._asked, self._ahead))
+        self._asked, self._ahead = [], []
+        return found[0], found[1]
 
 
 class _Span:
-    """Events of a GPU at both ends of a block; nothing elsewhere."""
+    """Events of a GPU at both ends of a block, among those of others; nothing elsewhere."""
 
-    def __init__(self, on_gpu: bool) -> None:
+    def __init__(self, among: list[_Span], on_gpu: bool) -> None:
         import torch
 
         self.begin: Any = torch.cuda.Event(enable_timing=True) if on_gpu else None
         self.end: Any = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        if on_gpu:
+            among.append(self)
 
     def __enter__(self) -> _Span:
         if self.begin is not None:
@@ -187,8 +208,10 @@ class HeadBench(Bench):
         with GpuClock(worker) as clock:
             self.run(worker, method.speculator(self.text, worker, self.seqs), _TEXT, batch)
             whole = clock.seconds()
-        drafting = drafter.seconds()
-        return {**line, "gpu_seconds": round(whole, 4), "drafter_share": round(drafting / whole, 3)}
+        asked, ahead = drafter.seconds()
+        whole += ahead  # behind the steps, whose own launches the clock sees
+        return {**line, "gpu_seconds": round(whole, 4), "drafter_share": round((asked + ahead) / whole, 3),
+                "ahead_share": round(ahead / max(asked + ahead, 1e-9), 3)}
 
 
 def measure(config: dict[str, Any], name: str, args: argparse.Namespace, ops: Ops | None = None

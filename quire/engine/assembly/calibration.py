@@ -20,6 +20,8 @@ _PATIENCE = 10.0
 """Seconds that some blocks may take to the host."""
 _ROUNDS = 4
 _DRAFT_COUNTS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48)
+_MANY_DRAFTS = (7, 15, 31, 63, 127, 255)
+"""As many as several sequences have: on a GPU what a row more costs with few of them says nothing of many."""
 
 
 def measure_move_cost(executor: Executor, config: EngineConfig, spec: DecoderSpec, pool: PoolSize) -> MoveCost | None:
@@ -47,9 +49,11 @@ def measure_step_times(speculator: Speculator, executor: Executor, config: Engin
     if length < 1:
         return
     groups = len(groups_with_draft(spec, pool.draft_bytes_per_token))
-    prompt = _prompt_step(length, groups, size, room=most + 1)
-    executor.submit(prompt).result()
     counts = [0, *(n for n in _DRAFT_COUNTS if n < most), most]
+    room = min(pool.max_model_len, pool.num_blocks * size) - length - 1
+    counts += [n for n in _MANY_DRAFTS if most < n <= min(room, speculator.most_in_step or 0)]
+    prompt = _prompt_step(length, groups, size, room=counts[-1] + 1)
+    executor.submit(prompt).result()
     steps = {1 + n: StepPlan(0, entries=[PlanEntry(0, length - 1, 1 + n, True, drafts=(0,) * n)]) for n in counts}
     found = dict.fromkeys(steps, float("inf"))
     # In turns, so that a moment in which the machine is busy with something else makes no size look dear.

@@ -20,6 +20,7 @@ from quire.layers.spec import MoeSpec
 from quire.layers.stream import ResidualStream
 from quire.models.heads.ends import HeadTarget
 from quire.models.heads.spec import FINAL, HeadSpec
+from quire.ops.interface import Fusion
 
 NO_GUESS = -1.0e9
 """Logit of a token outside the draft vocabulary: too small for any temperature, and finite as logits must be; in
@@ -54,12 +55,18 @@ class DraftHead:
         self.state_norm = Norm(ops, layer.norm, hidden)
         self.mlp_norm = Norm(ops, layer.norm, hidden)
         self.norm = None if spec.norm is None else Norm(ops, spec.norm, hidden)
+        self._is_rms = all(each is None or each.kind == "rms" for each in (layer.norm, spec.norm))
         self.guessed: Tensor | None = None
         """Token ids of the draft vocabulary; None: it is the target's."""
+        self._places: Tensor | None = None
+        """int32 [vocabulary]: which of `guessed` each token is; -1: none."""
 
     def load(self, weights: Mapping[str, Tensor], guessed: Tensor | None) -> None:
         """All tensors at once; `guessed` are the ids of the draft vocabulary, if it has one."""
         self.guessed = guessed
+        if guessed is not None:
+            self._places = torch.full((self._vocab,), -1, dtype=torch.int32, device=guessed.device)
+            self._places[guessed] = torch.arange(len(guessed), dtype=torch.int32, device=guessed.device)
         for name, tensor in weights.items():
             if name not in ("d2t", "t2d"):
                 *path, kind = name.split(".")
@@ -114,18 +121,23 @@ class DraftHead:
         tokens = self.embed.rows(ids)
         if self.spec.two_streams:
             normed = self.attn_norm(features)
-            stream = ResidualStream(self._ops, normed if self.spec.norm_first else features, fusable=False)
+            stream = self._stream(normed if self.spec.norm_first else features)
             self.attn.add_to(stream, self._ops.concat((self.token_norm(tokens), normed)), ctx, cache)
         elif self.spec.input_norms:
             fused = self.fuse(self._ops.concat((self.token_norm(tokens), self.state_norm(features))), ctx)
-            stream = ResidualStream(self._ops, fused, fusable=False)
+            stream = self._stream(fused)
             self.attn.add_to(stream, stream.normed(self.attn_norm), ctx, cache)
         else:
             fused = self.fuse(self._ops.concat((tokens, features)), ctx)
-            stream = ResidualStream(self._ops, fused, fusable=False)
+            stream = self._stream(fused)
             self.attn.add_to(stream, stream.rows, ctx, cache)
         self.mlp.add_to(stream, stream.normed(self.mlp_norm), ctx)
         return stream.settled()
+
+    def _stream(self, rows: Tensor) -> ResidualStream:
+        """Where norms are fastest inside their GEMMs. To owe sums gains nothing here: they are settled at once."""
+        fused = self._is_rms and self._ops.fusion(*rows.shape) is Fusion.NORM_WITH_GEMM
+        return ResidualStream(self._ops, rows, fused)
 
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """[R, vocabulary] of rows that came out of `forward`; into `out` if given."""
@@ -135,14 +147,13 @@ class DraftHead:
 
     def narrow_logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """The same of the draft vocabulary alone."""
-        return self.head(rows if self.norm is None else self.norm(rows), None, out)
+        return self.head(rows if self.norm is None else self._stream(rows).normed(self.norm), None, out)
 
     def spread(self, found: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits of the draft vocabulary among those of all tokens."""
-        if self.guessed is None:
+        if self.guessed is None or self._places is None:
             return found
         if out is None:
             out = torch.empty(len(found), self._vocab, dtype=found.dtype, device=found.device)
-        out.fill_(max(NO_GUESS, torch.finfo(found.dtype).min))
-        out[:, self.guessed] = found
+        self._ops.spread(found, self.guessed, self._places, out, max(NO_GUESS, torch.finfo(found.dtype).min))
         return out

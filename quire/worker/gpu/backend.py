@@ -25,6 +25,7 @@ class StepKernels:
     keep_features: Callable[..., None]
     fetch_features: Callable[..., None]
     walk_trees: Callable[..., None]
+    follow_chains: Callable[..., None]
     grow: Callable[..., None]
     finish: Callable[..., None]
     """Of trees that grow on the device, as in `quire.kernels.growth`."""
@@ -45,7 +46,7 @@ def host_sampling(device: torch.device) -> SamplingKernels | None:
 def step_kernels(device: torch.device) -> StepKernels:
     """Triton's on a GPU. On a CPU the references, written in `host_kernels` so that Triton need not be there."""
     if device.type == "cuda":
-        from quire.kernels.triton import branch, draw, features, growth, inputs, sample, weights
+        from quire.kernels.triton import branch, chains, draw, features, growth, inputs, sample, weights
 
         use_kernels("cuda", weights)
         return StepKernels(
@@ -56,6 +57,7 @@ def step_kernels(device: torch.device) -> StepKernels:
             features.keep_features,
             features.fetch_features,
             branch.walk_trees,
+            chains.follow_chains,
             growth.grow,
             growth.finish,
             sample,
@@ -66,5 +68,5 @@ def step_kernels(device: torch.device) -> StepKernels:
     return StepKernels(
         step_reference.scatter, step_reference.gather_inputs, step_reference.draw, lambda rows, vocab: None,
         step_reference.keep_features, step_reference.fetch_features, step_reference.walk_trees,
-        grown.grow, grown.finish,
+        step_reference.follow_chains, grown.grow, grown.finish,
     )

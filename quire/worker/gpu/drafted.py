@@ -130,6 +130,8 @@ class DraftSource(Protocol):
 
     def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]: ...
 
+    def draft_on(self, drafted: Drafted) -> bool: ...
+
 
 def _starts(entries: Sequence[PlanEntry]) -> list[tuple[int, int]]:
     return [(entry.row, entry.start + 1) for entry in entries]

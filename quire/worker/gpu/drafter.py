@@ -112,22 +112,40 @@ class Growth(Protocol):
     def grow(self, entries: Sequence[PlanEntry]) -> None: ...
 
 
+class Ahead(Protocol):
+    """Launches drafts before the next plan asks for them."""
+
+    def launch(self, drafted: Drafted) -> bool: ...
+
+    def keep(self, plan: StepPlan) -> None: ...
+
+    def take(self, entry: PlanEntry, start: int) -> int: ...
+
+
 class DeviceDrafter:
     """Draws up to k drafts for every row that asks for some; how far the model is behind is tracked on the host."""
 
     def __init__(self, runner: DraftRunner, progress: DraftProgress | None, most_tokens: int,
-                 keeps_drafts: bool = True, trees: Growth | None = None) -> None:
+                 keeps_drafts: bool = True, trees: Growth | None = None, ahead: Ahead | None = None) -> None:
         """`keeps_drafts`: what it computed for drafts holds if they are accepted. Not so for a head, which computes
-        them from its own guesses at hidden states. `trees`: grows those that entries ask for."""
+        them from its own guesses at hidden states. `trees`: grows those that entries ask for. `ahead`: drafts for the
+        next step before it is planned."""
         self.runner = runner
         self._progress = progress
         """Of a model with KV of its own; None: it reads the target's."""
         self._most_tokens = most_tokens
         self._keeps_drafts = keeps_drafts
         self._trees = trees
+        self._ahead = ahead
+
+    def draft_on(self, drafted: Drafted) -> bool:
+        """Drafts for the step after the one that was launched last, whose drafts these are."""
+        return self._ahead is not None and self._ahead.launch(drafted)
 
     def follow(self, plan: StepPlan) -> None:
         """Take note of what a plan does to the rows and blocks, before it runs."""
+        if self._ahead is not None:
+            self._ahead.keep(plan)
         progress = self._progress
         if progress is None:
             return
@@ -146,12 +164,19 @@ class DeviceDrafter:
         """The entries with the number of drafts each gets (0 while the model is behind), and the drafts. Those of trees
         are not among these yet: they have grown, and whoever stages the target's step gets them."""
         counts = [0] * len(entries)
+        there = [1] * len(entries)
+        """Drafts that each has after the first pass."""
         first: list[PlanEntry] = []
         left = self._most_tokens
         for i, entry in enumerate(entries):
             if not entry.device_drafts or entry.draft_depth:
                 continue
             start, wanted = (entry.start, 1) if self._progress is None else self._progress.catch_up(entry)
+            ahead = 0 if self._ahead is None else self._ahead.take(entry, start)
+            if ahead:
+                counts[i], there[i] = entry.device_drafts, ahead
+                self._computed(PlanEntry(entry.row, start, wanted, sample=True))
+                continue
             count = min(wanted, MOST_AT_ONCE, left)
             if count > 0:
                 left -= count
@@ -161,7 +186,8 @@ class DeviceDrafter:
         self._pass(first, keeps=True)
         for place in range(1, max(counts, default=0)):
             self._pass([PlanEntry(entry.row, entry.start + place, 1, sample=True)
-                        for entry, count in zip(entries, counts, strict=True) if count > place], self._keeps_drafts)
+                        for entry, count, known in zip(entries, counts, there, strict=True) if count > place >= known],
+                       self._keeps_drafts)
         filled = [replace(entry, device_drafts=count, num_tokens=1 + count)
                   if entry.device_drafts and not entry.draft_depth else entry
                   for entry, count in zip(entries, counts, strict=True)]
@@ -209,6 +235,10 @@ class DeviceDrafter:
     def _pass(self, entries: list[PlanEntry], keeps: bool) -> None:
         if entries:
             self.runner.launch(entries)
-        if self._progress is not None and keeps:
+        if keeps:
             for entry in entries:
-                self._progress.computed(entry)
+                self._computed(entry)
+
+    def _computed(self, entry: PlanEntry) -> None:
+        if self._progress is not None:
+            self._progress.computed(entry)

@@ -128,6 +128,11 @@ class StepLaunches:
         self._kernels.walk_trees(trees, view("parents"), self.buffers.ids, self.drawn, view("ring"),
                                  self._table.tokens, path[:count], OK, nodes)
 
+    def follow_chains(self, chains: Tensor, wide: DecodeBuffers, span: int) -> None:
+        """Into the rows and positions of `wide`: what became of chains of drafts in the decode step launched last."""
+        b = self.buffers
+        self._kernels.follow_chains(chains, b.ids, self.drawn, b.ring, wide.rows, wide.positions, OK, span)
+
     def nodes(self, nodes: NodeRows, count: int, ring: Tensor) -> None:
         """A pass over `count` nodes of trees that grow. What is drawn after them is found in the ring's slot."""
         b, rows, places = self.buffers, nodes.rows[:count], nodes.places[:count]

@@ -147,6 +147,15 @@ class DeviceRunner:
             pending.drafts = drafted
         return pending
 
+    def draft_on(self, pending: PendingStep) -> bool:
+        """Launch drafts for the step after one that is under way, if whoever proposes can do so before its drafts are
+        judged on the host; True if anything was launched."""
+        drafted = pending.drafts
+        if self.drafter is None or drafted is None or not isinstance(pending.drawing, range):
+            return False
+        chains = not drafted.parents and not drafted.grown_depths
+        return chains and self.drafter.draft_on(drafted)
+
     def _run_trees(self, trees: TreeSteps, plan: StepPlan, places: np.ndarray, values: np.ndarray) -> PendingStep:
         self.launches.scatter(places, values)
         entries: Sequence[PlanEntry] = plan.entries
@@ -201,17 +210,20 @@ class DeviceRunner:
         count, drawn = len(entries), self.launches.drawn[step % RING]
         rung = rung_for(self.rungs, count)
         # A draft's query sees keys of other rows of this step: all keys must be written before attention starts.
-        separate_rope = self.contexts.fuse_rope and drafted is not None
-        if self.graphs is not None and self._replays:
-            self.graphs.run(rung, separate_rope)
-        else:
-            self.launches.decode(rung, separate_rope)
+        self.launch_decode(rung, self.contexts.fuse_rope and drafted is not None)
         if not self.launches.draws:
             return self._nothing_drawn(step)
         pending = PendingStep(step, count, range(count), drawn[:count])
         logits = self.launches.buffers.logits
         self.draws.draw(DrawnStep(pending, entries, range(count), logits, drawn, step % RING, drafted))
         return pending
+
+    def launch_decode(self, rung: int, separate_rope: bool = False) -> None:
+        """A decode step of so many rows, as they are staged (see `StepLaunches.decode`)."""
+        if self.graphs is not None and self._replays:
+            self.graphs.run(rung, separate_rope)
+        else:
+            self.launches.decode(rung, separate_rope)
 
     # ---- steps of any shape
 

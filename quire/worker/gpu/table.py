@@ -77,6 +77,8 @@ class DeviceTable:
         )
         self.host_tables = [np.zeros((num_rows, self._width), np.int32) for _ in range(num_groups)]
         """The block tables as the last plan left them, for whoever must know what a step touches."""
+        self._num_blocks = np.zeros((num_groups, num_rows), np.int64)
+        """Of every row, as the last plan left it: what lies behind them in its block table is of others."""
         self._info: list[RowInfo | None] = [None] * num_rows
         self._bits = np.zeros(num_rows, np.int32)
         self._ages = np.zeros(num_rows, np.int64)
@@ -116,6 +118,10 @@ class DeviceTable:
         """No row asks for more than a temperature: most steps of most servers."""
         return not self._bits.any()
 
+    def room(self, group: int, row: int) -> int:
+        """Tokens of a row for which it has blocks, and places."""
+        return min(int(self._num_blocks[group, row]) * self.block_size, self.max_model_len)
+
     def ages(self, rows: np.ndarray) -> np.ndarray:
         """How many sequences each of the rows has had: another number, another sequence."""
         found: np.ndarray = self._ages[rows]
@@ -135,6 +141,7 @@ class DeviceTable:
         values: list[int] = []
         for row, group, first, blocks in plan.diffs:
             base = self._table_base[group] + row * self._width + first
+            self._num_blocks[group, row] = first + len(blocks)
             mine = self.host_tables[group][row, first : first + len(blocks)]
             if len(blocks) >= _LONG_DIFF:
                 mine[:] = _words(blocks)
@@ -169,6 +176,7 @@ class DeviceTable:
         place = self._state_base + start.row * FIELDS
         info = self._info[start.row] = self._row_info(start)
         self._bits[start.row] = info.settings.bits
+        self._num_blocks[:, start.row] = 0
         self._ages[start.row] += 1
         self._places.append(np.arange(place, place + 6, dtype=np.int32))
         self._values.append(_state_words(start, elsewhere=bool(info.settings.wants & Wants.DRAW)))

@@ -30,6 +30,7 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import PlanEntry, RowStart, StepPlan, StepResult, TableDiff
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.draft_models import DraftProgress, check_same_vocabulary, reading_draft_model
+from quire.worker.gpu.ahead import DraftsAhead
 from quire.worker.gpu.copies import CopyStream
 from quire.worker.gpu.drafter import DeviceDrafter, DraftRunner, without_layers
 from quire.worker.gpu.expert_meter import ExpertMeter
@@ -329,8 +330,12 @@ class GpuWorker:
                                      self.pool.num_host_blocks)
         else:
             drafting.caches = [self._cache.layers[index] for index in self._kept_layers]
+        ahead = None
+        if isinstance(drafting, HeadRunner):
+            ahead = DraftsAhead(drafting, self.table, draft_group(self.spec))
+            drafting.follow(self._runner.launches)
         self._runner.drafter = DeviceDrafter(drafting, progress, self._options.max_num_batched_tokens,
-                                             not isinstance(drafting, HeadRunner), self._build_grower(drafting))
+                                             not isinstance(drafting, HeadRunner), self._build_grower(drafting), ahead)
 
     def _build_grower(self, drafting: DraftRunner) -> TreeGrower | None:
         trees, asked = self._runner.trees, self._speculation
@@ -429,7 +434,10 @@ class GpuWorker:
         try:
             with torch.inference_mode():
                 self._move_blocks(plan)
-                future = self._copier.send(self._run(plan))
+                pending = self._run(plan)
+                future = self._copier.send(pending)
+                if plan.drafts_follow and self._runner.draft_on(pending):
+                    self._copies.drafting()
         except Exception as error:
             self._copies.failed()
             if not ran_out(error):

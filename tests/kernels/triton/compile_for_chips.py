@@ -31,6 +31,7 @@ from quire.kernels.triton import (
     attention_rope,
     attention_split,
     branch,
+    chains,
     coded_rows,
     distill,
     features,
@@ -42,6 +43,7 @@ from quire.kernels.triton import (
     linear_planes,
     meeting,
     norm,
+    spread,
     weights,
 )
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache
@@ -129,10 +131,12 @@ def others(capability: int) -> None:
     kept, table = torch.empty(64, 256, dtype=HALF), flags.view(3, 1)
     features.keep_features(kept[:3], kept, table, 16, flags, flags)
     features.fetch_features(kept, table, 16, flags, flags, kept[:3])
+    spread.spread(torch.empty(3, 128, dtype=HALF), flags, torch.empty(3, 200, dtype=HALF), -1e9)
     many = torch.empty(3, 12288, dtype=HALF)
     distill.distill(many, many, longs, torch.empty(3), 0.7, torch.empty(3), True)
     trees, drawn = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(1, 3, 2, dtype=torch.int32)
     branch.walk_trees(trees, flags, longs, drawn, flags, table, trees, 0, 16)
+    chains.follow_chains(trees, longs, drawn, flags, flags, flags, 0, 5)
     branch.move_branches(cases.make_cache("cpu", HALF, heads, 4, 16), table, trees, trees)
     compile_for_hopper.growing(2, 4, 3)
     wide, weight = torch.empty(2, 4096, dtype=HALF), torch.empty(256, 4096, dtype=HALF)

@@ -42,6 +42,7 @@ from quire.kernels.triton import (  # noqa: E402
     attention_rope,
     attention_split,
     branch,
+    chains,
     code_planes,
     coded_rows,
     codes_row,
@@ -68,6 +69,7 @@ from quire.kernels.triton import (  # noqa: E402
     rope_cache,
     route,
     sample,
+    spread,
 )
 from quire.kernels.triton.linear_codes import PackedCodes  # noqa: E402
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, pair_cache  # noqa: E402
@@ -419,11 +421,13 @@ def drafts(heads: HeadShape, hidden: int = 4096) -> None:
     table, kept = torch.zeros(4, 8, dtype=torch.int32), half(64, hidden)
     features.keep_features(half(4, hidden), kept, table, 16, ints, ints)
     features.fetch_features(kept, table, 16, ints, ints, half(4, hidden))
+    spread.spread(half(4, 32000), ints, half(4, 151936), -1e9)
     zeros = partial(torch.zeros, dtype=torch.int32)
     trees, path = zeros(4, 4), zeros(4, 8)
     many = half(4, 12288)
     distill.distill(many, many, ints.long(), torch.empty(4), 0.7, torch.empty(4), True)  # for training heads
     branch.walk_trees(trees, zeros(64), zeros(64).long(), zeros(32, 64, 2), ints[:1], zeros(4, 128), path, 0, 16)
+    chains.follow_chains(trees, zeros(64).long(), zeros(32, 64, 2), ints[:1], zeros(20), zeros(20), 0, 5)
     cache = pair_cache(*(half(4, heads.num_kv_heads, 16, heads.head_dim) for _ in range(2)), 16)
     branch.move_branches(cache, table, trees, path)
     states = LayerCache(KVSpec.feature(hidden), 16, {"feature": half(4, 1, 16, hidden)})
