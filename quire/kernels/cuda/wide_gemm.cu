@@ -64,11 +64,13 @@ __device__ __forceinline__ void init_barrier(u64* barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 
+// Waits and arrivals say no scope: with that of the cluster the compiler adds a fence of the whole GPU to each turn, a
+// microsecond. What they guard is written by the copy engine and read by the tensor cores, which need none.
 __device__ __forceinline__ bool phase_is_over(u64* barrier, u32 parity) {
     u32 over;
     asm volatile(
         "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
         "selp.u32 %0, 1, 0, p;\n}"
         : "=r"(over)
         : "r"(shared_address(barrier)), "r"(parity)
@@ -96,7 +98,7 @@ __device__ __forceinline__ u32 address_in(u32 address, u32 block) {
 }
 
 __device__ __forceinline__ void arrive_in(u64* barrier, u32 block) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
                      address_in(shared_address(barrier), block))
                  : "memory");
 }
