@@ -158,8 +158,7 @@ class StepPlan:
     """Rows and starts of the entries, where every one of them decodes and has no masks: whoever plans knows, and ranks
     are told of such a step without a look at each entry. None: nothing is known. It does not cross to ranks."""
     drafts_follow: bool = field(default=False, compare=False, repr=False)
-    """Its sequences with `device_drafts` will most likely be asked for as many in the next step: the worker may propose
-    them before it is told to. It does not cross to ranks."""
+    """The next step will most likely ask for as many `device_drafts`: the worker may begin. It crosses to no rank."""
 
     @property
     def num_tokens(self) -> int:

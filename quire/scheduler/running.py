@@ -91,7 +91,9 @@ class RunningPlanner:
         if not self._state.chunks.takes_drafts(draft, start, tokens):
             return False
         try:
-            if not self._makes_room(seq, start, tokens, drafts):
+            most = min(start + tokens + drafts.ahead, self._state.limits.max_model_len)
+            if not ((drafts.ahead and self._state.cache.extend(seq.kv, most, start))
+                    or self._state.cache.extend(seq.kv, start + tokens, start)):
                 return False
         except InvariantError as error:
             self._endings.quarantine(seq, error)
@@ -101,15 +103,6 @@ class RunningPlanner:
         draft.add(seq, PlanEntry(seq.row, start, tokens, True, drafts.tokens, device_drafts=in_worker,
                                  parents=drafts.parents, draft_depth=drafts.depth))
         return True
-
-    def _makes_room(self, seq: Sequence, start: int, tokens: int, drafts: Drafts) -> bool:
-        """Slots for a token and its drafts, and, if there are any to spare, for as many drafts after these."""
-        state = self._state
-        if state.speculator is not None and state.speculator.drafts_ahead:
-            most = min(start + tokens + drafts.count, state.limits.max_model_len)
-            if state.cache.extend(seq.kv, most, start):
-                return True
-        return state.cache.extend(seq.kv, start + tokens, start)
 
     def plan(self, draft: Draft, seq: Sequence, tokens: int) -> None:
         """Compute so many tokens of a sequence that has slots for them."""

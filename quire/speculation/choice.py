@@ -15,6 +15,8 @@ class Drafts:
     """Of a tree (`quire.speculation.tree`)."""
     depth: int = 0
     """Of a tree that the worker is to propose; 0: a chain."""
+    ahead: int = 0
+    """Slots for so many more are wanted, if any are to spare: the worker may propose on before these are judged."""
 
 
 @dataclass(slots=True)

@@ -404,7 +404,7 @@ class DeviceSpeculator(Speculator):
                 nodes = min(shape.nodes, longest.nodes)
                 found[seq.row] = Drafts(nodes, depth=min(shape.depth, longest.depth))
             elif mine > 0:
-                found[seq.row] = Drafts(mine)
+                found[seq.row] = Drafts(mine, ahead=mine if self.drafts_ahead else 0)
             if mine > 0:
                 self._behind += self._lacks(seq)
                 self._seen[seq] = len(seq.tokens)
