@@ -122,22 +122,27 @@ class Replaced:
 
         from quire.sampling.sending import send
 
-        places, values, size = [], [], self._text.vocab_size
+        begins, values, size = [], [], self._text.vocab_size
         for entry, count in zip(entries, drafted.counts, strict=True):
             if not count:
                 continue
             at, token = self._known[entry.row]
             now = self._text.following(token, entry.start - at)[-1] if entry.start > at else token
             self._known[entry.row] = entry.start, now
+            begins.append((entry.row, entry.start + 1, count))
             hit = True
             for j, right in enumerate(self._text.following(now, count)):
                 hit = hit and self._deals.hit(j)
                 values.append(right if hit else (right + size // 3) % size)
-                places.append(entry.row * table.max_model_len + entry.start + 1 + j)
         if values:
-            sent = send([places, values], torch.int64, table.arena.device)
-            drafted.tokens = sent[1].to(torch.int32)
-            table.arena[sent[0]] = drafted.tokens
+            # A real head's drafts lie there already: this must not keep the GPU waiting.
+            drafted.tokens = send(values, torch.int32, table.arena.device)
+            if len(begins) == 1:
+                row, first, count = begins[0]
+                table.tokens[row, first : first + count] = drafted.tokens
+                return
+            places = [row * table.max_model_len + first + j for row, first, count in begins for j in range(count)]
+            table.arena[send(places, torch.int64, table.arena.device)] = drafted.tokens
 
     def seconds(self) -> tuple[float, float]:
         """Of the GPU in all proposals since the last call, which have to be over: in steps, and behind them."""

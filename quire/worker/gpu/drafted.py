@@ -15,6 +15,9 @@ from quire.scheduler.plan import PlanEntry, StepPlan
 from quire.speculation.tree import Parents
 from quire.worker.gpu.table import DeviceTable
 
+_FEW = 4
+"""Chains that are read one by one: for each that costs the host less than sending places does for all."""
+
 
 @dataclass(slots=True)
 class DraftPass:
@@ -55,7 +58,11 @@ class Drafted:
     def read(cls, entries: Sequence[PlanEntry], counts: list[int], table: DeviceTable) -> Drafted:
         """Drafts that lie in the table, where a model has drawn them."""
         found = cls(counts, _starts(entries), table.tokens[:0, 0])
-        found.tokens = table.arena[found._places(table, range(len(counts)))]
+        chains = [(row, first, count) for (row, first), count in zip(found.starts, counts, strict=True) if count]
+        if 0 < len(chains) <= _FEW:
+            found.tokens = torch.cat([table.tokens[row, first : first + count] for row, first, count in chains])
+        else:
+            found.tokens = table.arena[found._places(table, range(len(counts)))]
         return found
 
     @classmethod
