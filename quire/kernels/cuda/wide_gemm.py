@@ -125,6 +125,7 @@ def _loaded(variant: Variant, device: int) -> _Loaded | None:
     """None where it cannot be compiled or loaded."""
     shape = variant.shape
     with torch.cuda.device(device):
+        torch.empty(1, device="cuda")  # the driver needs torch's context, which is made with the first tensor
         try:
             kernel = Kernel(nvrtc.compiled(variant.source(), OPTIONS), "wide_gemm", shape.shared)
             return _Loaded(kernel, kernel.most_clusters(shape.cluster, shape.threads))
