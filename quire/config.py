@@ -176,7 +176,8 @@ class SchedulerConfig:
               "hold it (default: no bound)")
     max_steps_in_flight: int | None = option(
         None, "steps that may be under way at once: 1 plans none ahead of the results "
-              f"{_by_device('max_steps_in_flight')}")
+              f"{_by_device('max_steps_in_flight')}; with ranks on a CPU one more than stages, with stages on a GPU as "
+              "many")
 
     def num_seqs(self, gpu: bool) -> int:
         return self.max_num_seqs or (GPU_DEFAULTS if gpu else CPU_DEFAULTS).max_num_seqs
