@@ -205,8 +205,8 @@ _HEAD_SHARE = 0.5
 """How much of the head's cost counts when layers are dealt to stages: a prompt goes through it with its last token
 alone, so stages that are even in decoding leave the first one with two thirds of SmolLM2's prompts."""
 _HELPED_HEAD_SHARE = 0.1
-"""Of a tied head over two stages, which the first one helps with (`parallel/shared_head.py`). Both ends compute about half
-of it, whenever the first one is done with its layers, so even layers are even in decoding too."""
+"""Of a tied head over two stages, which the first one helps with (`parallel/shared_head.py`), mostly when it is done
+with its layers before the last one is: so even layers are even in decoding too."""
 
 
 def layer_costs(spec: DecoderSpec) -> tuple[list[float], float]:

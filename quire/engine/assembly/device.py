@@ -51,7 +51,7 @@ def resolve(config: EngineConfig, stores_integers: bool = False) -> EngineConfig
         config,
         model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu",
                                   quantization=_quantization(config.model, stores_integers and not gpu)),
-        scheduler=_with_steps_for_ranks(config, gpu).resolved(gpu),
+        scheduler=_with_a_step_for_every_stage(config).resolved(gpu),
     )
 
 
@@ -97,17 +97,12 @@ def _check_kv_dtype(kv_cache_dtype: str, gpu: bool) -> None:
                           field="kv_cache_dtype")
 
 
-def _with_steps_for_ranks(config: EngineConfig, gpu: bool) -> SchedulerConfig:
-    """A pipeline computes as many steps at once as it has stages. Ranks on a CPU get the plan after those before its
-    results are there: what the engine does between two steps they need not wait for, and a stage that is done early has
-    the next chunk of a prompt. Drafts are guessed from the tokens that were drawn last: with them nothing is planned
-    ahead."""
+def _with_a_step_for_every_stage(config: EngineConfig) -> SchedulerConfig:
+    """A pipeline computes as many steps at once as it has stages."""
     stages, options = config.parallel.pipeline_parallel_size, config.scheduler
-    if options.max_steps_in_flight is not None or not config.parallel.distributed:
+    if stages == 1 or options.max_steps_in_flight is not None:
         return options
-    if not gpu and config.speculation.options is None:
-        return dataclasses.replace(options, max_steps_in_flight=stages + 1)
-    return options if stages == 1 else dataclasses.replace(options, max_steps_in_flight=stages)
+    return dataclasses.replace(options, max_steps_in_flight=stages)
 
 
 def draft_rows(config: EngineConfig) -> int:
