@@ -157,8 +157,8 @@ class SchedulerConfig:
 
     max_num_seqs: int | None = option(None, f"most sequences running at once {_by_device('max_num_seqs')}")
     max_num_batched_tokens: int | None = option(
-        None, f"most tokens computed in one step (default: {CPU_DEFAULTS.max_num_batched_tokens}, divided by the "
-              f"stages of a pipeline, at least 128; on a GPU {GPU_DEFAULTS.max_num_batched_tokens})")
+        None, f"most tokens computed in one step (default: {CPU_DEFAULTS.max_num_batched_tokens}, in stages of a "
+              f"pipeline 96; on a GPU {GPU_DEFAULTS.max_num_batched_tokens})")
     enable_chunked_prefill: bool = option(
         True, "let a long prompt be computed in pieces beside decoding sequences")
     max_num_partial_prefills: int = option(1, "most prompts that may be half computed at once")

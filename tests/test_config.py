@@ -162,13 +162,14 @@ def test_what_a_device_decides_is_said_once_and_told_in_the_help() -> None:
             assert f"{getattr(defaults, name)}" in options[name].metadata["help"]
 
 
-def test_steps_of_a_pipeline_share_what_one_step_holds() -> None:
+def test_steps_of_a_pipeline_are_short() -> None:
     from quire.engine.assembly.engine import limits_of
 
     def budget(**options: object) -> int:
         return limits_of(EngineConfig.create(**options), max_model_len=4096).max_num_batched_tokens
 
-    assert [budget(pipeline_parallel_size=stages) for stages in (1, 2, 3, 8)] == [512, 256, 170, 128]
+    assert [budget(pipeline_parallel_size=stages) for stages in (1, 2, 3, 8)] == [512, 96, 96, 96]
+    assert budget(pipeline_parallel_size=2, max_num_seqs=301) == 151  # half of those that decode
     assert budget(tensor_parallel_size=2) == 512
     assert budget(pipeline_parallel_size=2, max_num_batched_tokens=700) == 700
     assert budget(pipeline_parallel_size=2, enable_chunked_prefill=False) == 4096  # a whole prompt

@@ -76,7 +76,7 @@ class Shard:
     @cached_property
     def _stages(self) -> list[Run]:
         """Asked for in every step that keeps hidden states."""
-        return stage_layers(self.spec, self.place.num_stages)
+        return stage_layers(self.spec, self.place.num_stages, self.place.tensor_size)
 
     # ---- parameters
 
@@ -178,7 +178,7 @@ def shard_of(spec: DecoderSpec, place: Place) -> Shard:
         raise ConfigError(
             f"pipeline_parallel_size {place.num_stages} is more than the model's {spec.num_layers} layers: "
             f"use 1 to {spec.num_layers}", field="pipeline_parallel_size")
-    first, last = stage_layers(spec, place.num_stages)[place.stage]
+    first, last = stage_layers(spec, place.num_stages, place.tensor_size)[place.stage]
     return Shard(spec, place, first, last)
 
 
@@ -204,8 +204,9 @@ def most_tensor_ranks(spec: DecoderSpec) -> int:
 _HEAD_SHARE = 0.5
 """How much of the head's cost counts when layers are dealt to stages: a prompt goes through it with its last token
 alone, so stages that are even in decoding leave the first one with two thirds of SmolLM2's prompts."""
-_HELPED_HEAD_SHARE = 0.2
-"""Of a tied head over two stages, which the first one helps with (`parallel/shared_head.py`)."""
+_HELPED_HEAD_SHARE = 0.1
+"""Of a tied head over two stages, which the first one helps with (`parallel/shared_head.py`), mostly when it is done
+with its layers before the last one is: so even layers are even in decoding too."""
 
 
 def layer_costs(spec: DecoderSpec) -> tuple[list[float], float]:
@@ -228,10 +229,11 @@ def _chosen_share(spec: DecoderSpec, place: list[str]) -> float:
     return mlp.router.top_k / mlp.router.num_experts if isinstance(mlp, MoeSpec) else 1.0
 
 
-def stage_layers(spec: DecoderSpec, num_stages: int) -> list[Run]:
+def stage_layers(spec: DecoderSpec, num_stages: int, tensor_size: int = 1) -> list[Run]:
     """The layers of each stage: whole layers, dealt so that the dearest stage is as cheap as possible."""
     costs, head = layer_costs(spec)
-    costs[-1] += (_HELPED_HEAD_SHARE if spec.tied_head and num_stages == 2 else _HEAD_SHARE) * head
+    helped = spec.tied_head and num_stages == 2 and tensor_size == 1
+    costs[-1] += (_HELPED_HEAD_SHARE if helped else _HEAD_SHARE) * head
     return even_runs(costs, num_stages)
 
 

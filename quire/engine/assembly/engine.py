@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
     from quire.peers.hub import PeerHub
 
-_LEAST_CHUNK = 128
-"""Tokens of a step however many stages there are: with fewer rows a CPU's GEMMs read and widen weights too often."""
+_STAGE_TOKENS = 96
+"""Of a step of a pipeline on a CPU: as many as a GEMM multiplies with a piece of its weight (ROW_BLOCK of linear.c), so
+that more would not make them cheaper."""
 
 
 @dataclass(slots=True)
@@ -165,12 +166,14 @@ def build_cache(config: EngineConfig, spec: DecoderSpec, pool: PoolSize, cost: M
 def limits_of(config: EngineConfig, max_model_len: int) -> Limits:
     """The scheduler's limits; without chunking a step holds a whole prompt unless the user said otherwise.
 
-    Stages of a pipeline have as many steps in flight, which share what one step would hold: a stage waits for the first
-    chunk of prompts as long as the stages before it compute it, and for each that is dearer than the one before."""
+    Stages of a pipeline have short steps: one waits for the first chunk of a prompt as long as the stages before it
+    compute it, and for each step that is dearer than the one before. All that decode in a step fit."""
     options, stages = config.scheduler, config.parallel.pipeline_parallel_size
     budget = options.max_num_batched_tokens
     if budget is None:
-        budget = max(_LEAST_CHUNK, CPU_DEFAULTS.max_num_batched_tokens // stages)
+        budget = CPU_DEFAULTS.max_num_batched_tokens
+        if stages > 1:
+            budget = max(_STAGE_TOKENS, -(-options.num_seqs(gpu=False) // stages))
         if not options.enable_chunked_prefill:
             budget = max(CPU_DEFAULTS.max_num_batched_tokens, max_model_len)
     return Limits(
