@@ -14,6 +14,7 @@ from quire.options import parse_bytes
 from quire.parallel.place import Place
 
 _DEFAULT_POOL_BYTES = 1 << 30
+"""For each stage of a pipeline: each has its own sequences to compute, and so many more are under way."""
 _DEFAULT_POOL_SHARE = 0.4
 """Most of the free memory that the default pool takes; the weights come out of the rest."""
 
@@ -143,7 +144,7 @@ def size_pool(spec: DecoderSpec, cache: CacheConfig, max_model_len: int | None, 
     shard = shard_of(spec, Place()) if shard is None else shard
     block = block_bytes(shard, cache.block_size, draft)
     wanted_len = _model_length(spec, max_model_len)
-    equal = _num_blocks(cache, block, free, wanted_len, max_num_seqs)
+    equal = _num_blocks(cache, block, free, wanted_len, max_num_seqs, shard.place.num_stages)
     if equal * block.own > free:
         raise OutOfMemoryError(
             f"a KV pool of {equal} blocks takes {_gib(equal * block.own)}, but {_gib(free)} are free: "
@@ -241,7 +242,8 @@ def _model_length(spec: DecoderSpec, max_model_len: int | None) -> int:
     return max_model_len
 
 
-def _num_blocks(cache: CacheConfig, block: BlockBytes, free: int, wanted_len: int, max_num_seqs: int) -> int:
+def _num_blocks(cache: CacheConfig, block: BlockBytes, free: int, wanted_len: int, max_num_seqs: int,
+                num_stages: int) -> int:
     per_block = block.all
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks
@@ -252,7 +254,7 @@ def _num_blocks(cache: CacheConfig, block: BlockBytes, free: int, wanted_len: in
                               field="kv_cache_memory")
         return memory // per_block
     one_sequence = -(-wanted_len // cache.block_size)
-    affordable = min(max(_DEFAULT_POOL_BYTES, one_sequence * per_block) // per_block,
+    affordable = min(max(num_stages * _DEFAULT_POOL_BYTES, one_sequence * per_block) // per_block,
                      int(free * _DEFAULT_POOL_SHARE) // block.own)
     # A tiny model's blocks are tiny: more than all sequences at full length, twice, would only slow the start.
     return max(1, min(affordable, 2 * max_num_seqs * one_sequence))
