@@ -91,9 +91,9 @@ class RunningPlanner:
         if not self._state.chunks.takes_drafts(draft, start, tokens):
             return False
         try:
-            most = min(start + tokens + drafts.ahead, self._state.limits.max_model_len)
-            if not ((drafts.ahead and self._state.cache.extend(seq.kv, most, start))
-                    or self._state.cache.extend(seq.kv, start + tokens, start)):
+            state, most = self._state, min(start + tokens + drafts.ahead, self._state.limits.max_model_len)
+            if not ((drafts.ahead and state.can_spare(most - start) and state.cache.extend(seq.kv, most, start))
+                    or state.cache.extend(seq.kv, start + tokens, start)):
                 return False
         except InvariantError as error:
             self._endings.quarantine(seq, error)

@@ -40,3 +40,8 @@ class SchedulerState:
     """A running sequence found no memory in the last draft: what comes free is for those who run."""
     gave_way: bool = False
     """The last draft preempted a request: the next one may find room where that one did not."""
+
+    def can_spare(self, tokens: int) -> bool:
+        """Whether every running sequence could still take a block after one that takes blocks for so many tokens."""
+        wanted = len(self.roster.running) + tokens // self.cache.block_size + 1
+        return all(pool.num_available >= wanted for pool in self.cache.pools)

@@ -369,7 +369,7 @@ class DeviceSpeculator(Speculator):
         self._plain_seconds = 0.0
         """Spent on steps without drafts since the last one with some."""
         self._since_plain = 0
-        self._remind = _REMIND
+        self._remind = self._remind_next = _REMIND
         self._chosen = most
         self._patience = 1
         self._next_probe = 0.0
@@ -404,7 +404,7 @@ class DeviceSpeculator(Speculator):
                 nodes = min(shape.nodes, longest.nodes)
                 found[seq.row] = Drafts(nodes, depth=min(shape.depth, longest.depth))
             elif mine > 0:
-                found[seq.row] = Drafts(mine, ahead=mine if self.drafts_ahead else 0)
+                found[seq.row] = Drafts(mine, ahead=count if self.drafts_ahead else 0)
             if mine > 0:
                 self._behind += self._lacks(seq)
                 self._seen[seq] = len(seq.tokens)
@@ -468,7 +468,7 @@ class DeviceSpeculator(Speculator):
         if self._since_plain < self._remind:
             return best, shape
         # Now and then a step without drafts, to keep its measured time up to date.
-        self._remind = min(2 * self._remind, _SELDOM) if best_rate > _CLEARLY * plain else _REMIND
+        self._remind_next = min(2 * self._remind, _SELDOM) if best_rate > _CLEARLY * plain else _REMIND
         return 0, None
 
     def _probes(self, sequences: list[Sequence], num_decoding: int) -> bool:
@@ -539,7 +539,7 @@ class DeviceSpeculator(Speculator):
         if not load.drafts:
             self.times.observe(load.tokens, seconds)
             self._plain_seconds += seconds
-            self._since_plain = 0
+            self._since_plain, self._remind = 0, self._remind_next
             return
         self._plain_seconds = 0.0
         self._since_plain += 1

@@ -154,7 +154,7 @@ def can_compute(rows: int, features: int, width: int, shape: WideShape, gated: b
     if not tile or not cluster or shape.cluster > 8 or shape.shared > _SHARED or shape.weight_piece(gated) % 8:
         return False
     # Parts exchange sums beside those that they hold: more than 144 would overflow the registers.
-    divided = shape.parts == 1 or (not gated and sums <= 144 and sums % (4 * shape.parts) == 0)
+    divided = shape.parts == 1 or (not gated and sums <= 144 and sums % (4 * shape.parts) == 0 and shape.stages > 1)
     halves = not gated or (features % 2 == 0 and features // 2 % (shape.features // 2) == 0)
     return divided and halves and rows > 0 and features % 8 == 0 and width % 8 == 0
 

@@ -3,8 +3,7 @@
 The device finds out itself where every chain goes on (`kernels.triton.chains`). Results travel to the host and the
 next step is planned while the head drafts, so the GPU does not wait for the host between the two. Nothing depends on
 whether the plan that comes then is the one that was expected: the passes write what passes of that plan would write,
-and behind it only slots and places that hold nothing yet. If it asks for no drafts, or for other sequences, they were
-in vain.
+and behind it only slots and places that hold nothing yet. Drafts that nobody asks for were in vain.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class DraftsAhead:
                     return False
             first += 1 + count
         chains = np.array(found, np.int32)
-        # To draw for whoever asks for more than a temperature the host must know the text.
+        # Whoever asks for more than a temperature is drawn for by more than the kernel of these graphs.
         if not found or self._runner.asks_more(chains[:, 0]) or not self._runner.draft_after(chains, passes):
             return False
         self._known |= {row: _Ahead(position, passes) for row, position, _, _ in found}
@@ -60,6 +59,10 @@ class DraftsAhead:
         if self._known:
             for start in plan.starts:
                 self._known.pop(start.row, None)
+            for row, group, first, _ in plan.diffs:
+                known = self._known.get(row)
+                if known is not None and group == self._group and first <= known.start // self._table.block_size:
+                    del self._known[row]  # a block with the same text took the place of the one that was written
             for entry in plan.entries:
                 if not entry.device_drafts or entry.draft_depth:
                     self._known.pop(entry.row, None)

@@ -331,7 +331,9 @@ class GpuWorker:
         else:
             drafting.caches = [self._cache.layers[index] for index in self._kept_layers]
         ahead = None
-        if isinstance(drafting, HeadRunner):
+        asked = self._speculation
+        chains = asked is not None and asked.options.tree is None and not asked.rejection
+        if isinstance(drafting, HeadRunner) and chains:
             ahead = DraftsAhead(drafting, self.table, draft_group(self.spec))
             drafting.follow(self._runner.launches)
         self._runner.drafter = DeviceDrafter(drafting, progress, self._options.max_num_batched_tokens,
@@ -436,8 +438,6 @@ class GpuWorker:
                 self._move_blocks(plan)
                 pending = self._run(plan)
                 future = self._copier.send(pending)
-                if plan.drafts_follow and self._runner.draft_on(pending):
-                    self._copies.drafting()
         except Exception as error:
             self._copies.failed()
             if not ran_out(error):
@@ -445,7 +445,21 @@ class GpuWorker:
             torch.cuda.empty_cache()
             return failed(explain(error))
         self._copies.launched(plan, future)
+        if plan.drafts_follow:
+            self._draft_on(pending)
         return future
+
+    def _draft_on(self, pending: PendingStep) -> None:
+        """Drafts for the next step. That step needs none of them, and this one is under way: what fails here costs no
+        token, and a GPU that is broken says so with the next result."""
+        try:
+            with torch.inference_mode():
+                if self._runner.draft_on(pending):
+                    self._copies.drafting()
+        except Exception as error:
+            self._copies.failed()
+            if ran_out(error):
+                torch.cuda.empty_cache()
 
     @property
     def launch(self) -> Callable[[StepPlan], Future[StepResult]]:

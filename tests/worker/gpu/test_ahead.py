@@ -106,6 +106,21 @@ def test_tokens_are_those_without_drafts(options: dict[str, Any], requests: Any)
     assert any(taken)
 
 
+def test_drafts_ahead_that_fail_cost_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, failures = [], []
+    for broken in (False, True):
+        core = make_engine(TARGETS["eagle"], device=True, depth=2, budget=120, **asked("eagle"))
+        if broken:
+            def fail(*_: Any) -> bool:
+                failures.append(1)
+                raise RuntimeError("no memory for drafts")
+
+            monkeypatch.setattr(core.executor._worker._runner, "draft_on", fail)
+        found.append(run(core, simple()))
+        core.close()
+    assert found[0] == found[1] and failures
+
+
 def test_draws_that_read_their_text_are_not_drafted_ahead() -> None:
     core = make_engine(TARGETS["eagle"], device=True, depth=2, budget=120, **asked("eagle"))
     _, passes, taken = observed(core)
