@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.attention import prefill_libraries
 from quire.attention.backend import FreshPrompts, PrefillLibrary
-from quire.kernels.triton import fixed_prefill
+from quire.kernels.triton import hopper_prefill
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
 from quire.kernels.triton.attention_few import MOST_DRAFTED as MOST_DRAFTED
 from quire.kernels.triton.attention_few import MOST_SEQUENCES, few_decode_attention
@@ -78,8 +78,9 @@ class DeviceContext(StepContext):
     tile_seq: Tensor | None = None
     tile_first: Tensor | None = None
     row_tiles: tuple[Tensor, Tensor] | None = None
-    """(sequence, first token) of the tiles of prompts without context, which read keys from the step's rows; in
-    deterministic mode of those that `fixed_prefill` takes."""
+    """(sequence, first token) of the tiles of prompts without context, which read keys from the step's rows."""
+    paged_tiles: tuple[Tensor, Tensor] | None = None
+    """The same of those that `hopper_prefill` takes."""
     fuse_rope: bool = False
     """Norm, rotation and KV write run inside decode attention. Only for steps of one query per sequence: with drafts a
     query would need a key that another program of the same launch writes."""
@@ -105,18 +106,19 @@ class TritonAttention:
         prompt_rows: bool = True,
         pdl: bool = False,
         fixed_early: bool = False,
-        fixed_kernels: bool = False,
+        same_type: bool = False,
     ) -> None:
-        """`fixed_early`: in deterministic mode the kernel of an early launch, in every step. `fixed_kernels`: its
-        faster kernels, with the same bits; keys and values have the activations' type."""
+        """`fixed_early`: in deterministic mode the kernel of an early launch, in every step. `same_type`: keys and
+        values have the activations' type, as some kernels need it."""
         self.device = device
         self.deterministic = deterministic
         self._fixed_early = fixed_early and deterministic
-        self._fixed_kernels = fixed_kernels and deterministic
+        self._same_type = same_type
         self.pdl = pdl
         self._dtype = dtype
         self._dense = dense_prefill and not deterministic and dtype != torch.float32 and device.type == "cuda"
         self._prompt_rows = prompt_rows and not deterministic
+        self._prefill = hopper_prefill.FIXED if deterministic else hopper_prefill.FAST
         self.prefill_library: PrefillLibrary | None = None
         """Another library's prefill attention, for fresh prompts that cuDNN does not take (see `pick_up`)."""
         self._scratch: dict[HeadShape, DecodeScratch] = {}
@@ -158,14 +160,15 @@ class TritonAttention:
         return fits and start == 0 and _ROWS.keys <= tokens <= _ROWS_MOST
 
     def takes_prefill(self, shape: HeadShape, block_size: int, plain: bool) -> bool:
-        """Whether chunks of prompts go to `fixed_prefill` as far as it can; `plain` as in `takes_fresh`."""
-        return self._fixed_kernels and plain and fixed_prefill.fits(self.device, self._dtype, shape, block_size)
+        """Whether chunks of prompts go to `hopper_prefill` as far as it can; `plain` as in `takes_fresh`."""
+        fits = self._same_type and plain
+        return fits and hopper_prefill.fits(self.device, self._dtype, shape, block_size, self._prefill)
 
     def prefill_tiles(
         self, starts: np.ndarray, counts: np.ndarray, shape: HeadShape
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of all sequences of a step: `fixed_prefill.split_tiles`."""
-        return fixed_prefill.split_tiles(starts, counts, fixed_prefill.tokens_of(shape))
+        """Of all sequences of a step: `hopper_prefill.split_tiles`."""
+        return hopper_prefill.split_tiles(starts, counts, hopper_prefill.tokens_of(shape), self._prefill)
 
     def row_tiles(self, counts: np.ndarray, shape: HeadShape, first_seq: int) -> tuple[np.ndarray, np.ndarray]:
         return query_tiles(counts, _ROWS.tokens_of(shape.num_heads // shape.num_kv_heads), first_seq)
@@ -283,10 +286,11 @@ class TritonAttention:
                 end = run.first + run.tokens
                 part = self.prefill_library(*_heads(qkv[run.first : end], shape), run, scale)
                 out[run.first : end].view(run.tokens, shape.num_heads, shape.head_dim).copy_(part)
-        if ctx.row_tiles is not None and ctx.row_tiles[0].shape[0] and self.deterministic:
-            fixed_prefill.fixed_prefill(
-                qkv, cache, table, ctx.rows, ctx.query_start, ctx.context_len, *ctx.row_tiles, shape, scale, out=out)
-        elif ctx.row_tiles is not None and ctx.row_tiles[0].shape[0]:
+        if ctx.paged_tiles is not None and ctx.paged_tiles[0].shape[0]:
+            hopper_prefill.hopper_prefill(
+                qkv, cache, table, ctx.rows, ctx.query_start, ctx.context_len, *ctx.paged_tiles, shape, scale, out=out,
+                sizes=self._prefill)
+        if ctx.row_tiles is not None and ctx.row_tiles[0].shape[0]:
             fresh_attention(qkv, ctx.query_start, *ctx.row_tiles, shape, scale, out=out, sizes=_ROWS)
         if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:
             mixed_attention(
@@ -302,7 +306,7 @@ class TritonAttention:
                 scale,
                 sizes=self._tile_over(cache, shape),
                 exact=self.deterministic,
-                once=self._fixed_kernels and ctx.num_decodes == qkv.shape[0],
+                once=self.deterministic and self._same_type and ctx.num_decodes == qkv.shape[0],
                 pdl=self._fixed_early,
                 late=ctx.num_decodes != qkv.shape[0],
                 **options,

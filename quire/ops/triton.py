@@ -106,7 +106,7 @@ class TritonOps(Ops):
             dense_prefill=dense_prefill,
             prompt_rows=prompt_rows,
             fixed_early=self._fixed_early,
-            fixed_kernels=self.kv_dtype == dtype,
+            same_type=self.kv_dtype == dtype,
         )
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     from quire.bench.gpu import tune_fixed
     from quire.kernels.slices import Slices
-    from quire.kernels.triton import fixed_prefetch, fixed_prefill, fixed_tiles, linear_fixed, linear_prefetch
+    from quire.kernels.triton import fixed_prefetch, fixed_tiles, hopper_prefill, linear_fixed, linear_prefetch
     from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
     from quire.kernels.types import HeadShape
     from tests.kernels.triton import bits, cases
@@ -123,7 +123,7 @@ def test_tiles_of_many_rows_give_the_bits_of_the_small_one(slices: tuple[str, in
 @pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 8, 128)])
 @torch.inference_mode()
 def test_newer_attention_kernels_give_the_bits_of_the_first(heads: tuple[int, int, int]) -> None:
-    """Chunks of four sequences by 64 rows a tile; then decode steps in one loop, and full tiles by `fixed_prefill`."""
+    """Chunks of four sequences by 64 rows a tile; then decode steps in one loop, and full tiles by `hopper_prefill`."""
     shape, kind = HeadShape(*heads), torch.bfloat16
     queries, contexts = [700, 64, 1, 513], [0, 448, 900, 37]
     lengths = [a + b for a, b in zip(queries, contexts)]
@@ -139,14 +139,14 @@ def test_newer_attention_kernels_give_the_bits_of_the_first(heads: tuple[int, in
     want = mixed()
     assert torch.equal(mixed(once=True), want) and torch.equal(mixed(once=True, pdl=True), want)
     assert torch.equal(mixed(pdl=True), want)
-    if not fixed_prefill.fits(torch.device("cuda", torch.cuda.current_device()), kind, shape, 16):
+    if not hopper_prefill.fits(torch.device("cuda", torch.cuda.current_device()), kind, shape, 16):
         pytest.skip("prefill needs Hopper, and the version of Triton that the kernel is written for")
-    *tiles, taken = fixed_prefill.split_tiles(np.array(contexts), np.array(queries), fixed_prefill.tokens_of(shape))
+    *tiles, taken = hopper_prefill.split_tiles(np.array(contexts), np.array(queries), hopper_prefill.tokens_of(shape))
     out = want.clone()
     for seq, count in enumerate(taken.tolist()):
         out[int(start[seq]) : int(start[seq]) + count] = float("nan")
     assert out.isnan().any()
-    fixed_prefill.fixed_prefill(qkv, cache, table, None, start, length, *on_device(tiles), shape, 0.2, out=out)
+    hopper_prefill.hopper_prefill(qkv, cache, table, None, start, length, *on_device(tiles), shape, 0.2, out=out)
     assert torch.equal(out, want)
 
 

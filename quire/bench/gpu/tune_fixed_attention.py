@@ -1,8 +1,9 @@
 """`python -m quire.bench.gpu.tune_fixed_attention`: attention of deterministic mode by every kernel that might serve.
 
 Of each: microseconds, and what share of its elements has the bits of the kernel in use ("mixed"). A JSON line for each
-batch. "once STAGES": decode steps in one loop; "prefill": `fixed_prefill`, with "mixed" for what it leaves; "cudnn":
-what plain mode has for fresh prompts, which gives other bits.
+batch. "once STAGES": decode steps in one loop; "prefill": `hopper_prefill`, with "mixed" for what it leaves; "cudnn":
+what plain mode has for fresh prompts, "wide" its tiles, and "fast KEYS STAGES [overlap]" what `hopper_prefill` may do
+there: these give other bits, "off" says by how much at most.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from typing import Any
 from quire.bench.gpu.tune import graph_seconds
 
 DECODES = ((1, 384), (1, 4000), (32, 1152), (256, 1064))
-PROMPTS = ((4, 4096, 0), (16, 1024, 0), (8, 1000, 24))
+PROMPTS = ((4, 4096, 0), (16, 1024, 0), (8, 1000, 24), (1, 8192, 24576), (1, 8192, 118784), (4, 700, 20011))
 """Sequences, and their keys; sequences, and their queries after so many keys."""
+_FAST = ((64, 5), (128, 3))
+"""Keys and stages."""
 _PAGE, _SCALE, _LEAST_BYTES = 16, 0.088, 2e8
 _DEVICE = "cuda"
 Way = Callable[[Any, Any], Any]
@@ -62,8 +65,9 @@ def measure(heads: int, count: int, queries: int, before: int) -> dict[str, Any]
             got = batch.out()
             way(batch.caches[0], got)
             same = (got.view(torch.int16) == want.view(torch.int16)).double().mean().item()
+            off = round((got.float() - want.float()).abs().max().item(), 4)
             seconds = graph_seconds([partial(way, cache, got) for cache in batch.caches], repeats=3)
-            found[name] = {"us": round(1e6 * seconds, 2), "same": math.floor(same * 1e5) / 1e5}
+            found[name] = {"us": round(1e6 * seconds, 2), "same": math.floor(same * 1e5) / 1e5, "off": off}
         except Exception as error:
             print(f"{name}, {heads} heads, {count} x {queries}: {error!r}"[:300], file=sys.stderr)
     pairs = count * (queries * before + queries * (queries + 1) // 2)
@@ -73,13 +77,20 @@ def measure(heads: int, count: int, queries: int, before: int) -> dict[str, Any]
 
 
 def _ways(batch: _Batch) -> Iterator[tuple[str, Way]]:
+    from quire.attention.triton import _WIDE
+    from quire.kernels.triton import hopper_prefill
+
     yield "mixed", partial(_mixed, batch, {})
     yield "mixed early", partial(_mixed, batch, {"pdl": True})
     if batch.queries == 1:
         for stages in (2, 3, 4):
             yield f"once {stages}", partial(_mixed, batch, {"once": True, "pdl": True, "stages": stages})
     else:
-        yield "prefill", partial(_prefill, batch)
+        yield "prefill", partial(_prefill, batch, hopper_prefill.FIXED)
+        yield "wide", partial(_mixed, batch, {"sizes": _WIDE, "exact": False})
+        for sizes in (hopper_prefill.PrefillShape(*each, overlap=over) for each in _FAST for over in (False, True)):
+            name = f"fast {sizes.keys} {sizes.stages}{' overlap' if sizes.overlap else ''}"
+            yield name, partial(_prefill, batch, sizes)
         if not batch.before:
             yield "cudnn", partial(_cudnn, batch)
 
@@ -97,27 +108,27 @@ def _tiled(batch: _Batch, options: dict[str, Any], cache: Any, out: Any, skipped
     from quire.attention.triton import _FIXED
     from quire.kernels.triton.attention_mixed import mixed_attention, query_tiles
 
-    options = dict(options)
-    sizes = replace(_FIXED, stages=options.pop("stages", _FIXED.stages))
+    options = {"exact": True, **options}
+    sizes = replace(options.pop("sizes", _FIXED), stages=options.pop("stages", _FIXED.stages))
     tokens = sizes.tokens_of(batch.shape.num_heads // batch.shape.num_kv_heads)
     seqs, firsts = query_tiles(np.full(batch.count, batch.queries) - skipped, tokens)
     if len(seqs):
         tile_seq, tile_first = _on_device(batch, seqs, (firsts + skipped[seqs]).astype(np.int32))
         mixed_attention(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, tile_seq, tile_first,
-                        batch.shape, _SCALE, out=out, sizes=sizes, exact=True, **options)  # fmt: skip
+                        batch.shape, _SCALE, out=out, sizes=sizes, **options)  # fmt: skip
 
 
-def _prefill(batch: _Batch, cache: Any, out: Any) -> None:
+def _prefill(batch: _Batch, sizes: Any, cache: Any, out: Any) -> None:
     import numpy as np
 
-    from quire.kernels.triton import fixed_prefill
+    from quire.kernels.triton import hopper_prefill
 
     queries = np.full(batch.count, batch.queries)
-    seqs, firsts, taken = fixed_prefill.split_tiles(
-        np.full(batch.count, batch.before), queries, fixed_prefill.tokens_of(batch.shape))
+    seqs, firsts, taken = hopper_prefill.split_tiles(
+        np.full(batch.count, batch.before), queries, hopper_prefill.tokens_of(batch.shape), sizes)
     tile_seq, tile_first = _on_device(batch, seqs, firsts)
-    fixed_prefill.fixed_prefill(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, tile_seq, tile_first,
-                                batch.shape, _SCALE, out=out)  # fmt: skip
+    hopper_prefill.hopper_prefill(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, tile_seq,
+                                  tile_first, batch.shape, _SCALE, out=out, sizes=sizes)  # fmt: skip
     _tiled(batch, {"pdl": True}, cache, out, taken)
 
 

@@ -25,6 +25,7 @@ from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import DeviceTable
 
 _ROW_TILES = ("row_tile_seq", "row_tile_first")
+_PAGED_TILES = ("paged_tile_seq", "paged_tile_first")
 View = Callable[[str], Tensor]
 """Where a staged array lies on the device, by its name."""
 
@@ -170,13 +171,11 @@ class StepContexts:
                 counts[s] = 0
             elif self.attention.takes_rows(int(batch.starts[s]), int(counts[s]), self._plain, shape):
                 own[s], counts[s] = counts[s], 0
-        taken = np.zeros_like(counts)
+        taken, paged = np.zeros_like(counts), [np.zeros(0, np.int32)] * 2
         if self.attention.takes_prefill(shape, self._block_size, self._plain and len(set(self._shapes)) == 1):
-            # Nothing is `own` then: that is not for deterministic mode.
-            *tiles, taken = self.attention.prefill_tiles(batch.starts, counts, shape)
-        else:
-            tiles = list(self.attention.row_tiles(own[first:], shape, first))
-        for name, part in zip(_ROW_TILES, tiles, strict=True):
+            *paged, taken = self.attention.prefill_tiles(batch.starts, counts, shape)
+        rows = self.attention.row_tiles(own[first:], shape, first)
+        for name, part in zip((*_ROW_TILES, *_PAGED_TILES), (*rows, *paged), strict=True):
             stage.add(name, part)
         seqs, firsts = query_tiles((counts - taken)[first:], self.attention.tokens_per_tile(shape), first)
         stage.add("tile_seq", seqs)
@@ -201,6 +200,7 @@ class StepContexts:
             positions, view("query_start"), view("lengths"), (), slots, rows=view("rows"), tables=self.tables,
             num_decodes=batch.num_decodes, tile_seq=view("tile_seq"), tile_first=view("tile_first"),
             row_tiles=(view(_ROW_TILES[0]), view(_ROW_TILES[1])),
+            paged_tiles=(view(_PAGED_TILES[0]), view(_PAGED_TILES[1])),
             fresh=tuple(fresh.dense),
             ragged=tuple(_fresh_prompts(batch.query_start, view("query_start"), *run) for run in fresh.ragged),
         )

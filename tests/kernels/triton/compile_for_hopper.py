@@ -53,9 +53,9 @@ from quire.kernels.triton import (  # noqa: E402
     expert_linear,
     features,
     fixed_prefetch,
-    fixed_prefill,
     fixed_tiles,
     growth,
+    hopper_prefill,
     latent_attention,
     latent_hopper,
     linear_bytes,
@@ -238,7 +238,7 @@ def byte_rows(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
 def hopper_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Kernels of many rows in deterministic mode: every tile that `tune_fixed` tries, and prefill attention."""
     scratch = linear_prefetch.PrefetchScratch.allocate("cpu", 9 << 20)
-    fixed_tiles.multiprocessors = fixed_prefill.multiprocessors = lambda device: 132
+    fixed_tiles.multiprocessors = hopper_prefill.multiprocessors = lambda device: 132
     deep, seen = fixed_tiles.TileScratch.allocate("cpu", 132), set()
     for name, slices in (("whole", None), ("heads", Slices.of_heads(32, 128)), ("ranges", Slices.of_width(4096))):
         x, weight = (torch.empty(rows, 4096, dtype=dtype) for rows in (1024, 1024))
@@ -253,8 +253,10 @@ def hopper_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     heads, ints = HeadShape(16, 8, 128), torch.zeros(4, dtype=torch.int32)
     half, table = partial(torch.empty, dtype=dtype), torch.zeros(4, 8, dtype=torch.int32)
     cache = pair_cache(half(4, 8, 16, 128), half(4, 8, 16, 128), 16)
-    yield "hopper prefill", lambda: fixed_prefill.fixed_prefill(
-        half(4, heads.width), cache, table, ints, ints, ints, ints, ints, heads, 0.1, out=half(4, 16 * 128))
+    for name, sizes in (("hopper prefill", hopper_prefill.FIXED), ("hopper fast prefill", hopper_prefill.FAST)):
+        yield name, lambda s=sizes: hopper_prefill.hopper_prefill(
+            half(4, heads.width), cache, table, ints, ints, ints, ints, ints, heads, 0.1, out=half(4, 16 * 128),
+            sizes=s)
     for name, once in (("heads of 128", False), ("heads of 128 once", True)):
         yield name, lambda o=once: attention_mixed.mixed_attention(
             half(4, heads.width), cache, table, ints, ints, ints, ints, ints, heads, 0.1, exact=True, once=o, pdl=o,

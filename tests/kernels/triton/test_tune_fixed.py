@@ -14,7 +14,7 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from quire.bench.gpu import tune, tune_fixed, tune_fixed_attention  # noqa: E402
 from quire.bench.gpu.cases import qwen3  # noqa: E402
-from quire.kernels.triton import attention_mixed, fixed_prefetch, fixed_prefill, fixed_table, fixed_tiles  # noqa: E402
+from quire.kernels.triton import attention_mixed, fixed_prefetch, fixed_table, fixed_tiles, hopper_prefill  # noqa: E402
 from tests.kernels.triton.gluon_interpreter import interpreting  # noqa: E402
 
 
@@ -29,7 +29,7 @@ def no_chip(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "graph_seconds", lambda calls, repeats: [call() for call in calls] and 1e-6)
     from quire.kernels.triton import linear_prefetch
 
-    for module in (fixed_tiles, fixed_prefetch, fixed_prefill, linear_prefetch):
+    for module in (fixed_tiles, fixed_prefetch, hopper_prefill, linear_prefetch):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
 
 
@@ -64,7 +64,9 @@ def test_attention_is_timed_by_every_way(
     with interpreting():
         line = tune_fixed_attention.measure(32, count, queries, before)
     assert capsys.readouterr().err == ""
+    fast = {name for name in line["ways"] if name.startswith(("fast", "wide"))}
     decode = {"once 2", "once 3", "once 4"} if queries == 1 else {"prefill"}
-    assert set(line["ways"]) - {"mixed", "mixed early"} == decode and "mixed" in line["ways"]
+    assert set(line["ways"]) - {"mixed", "mixed early"} - fast == decode and "mixed" in line["ways"]
+    assert bool(fast) == (queries > 1)
     for name, way in line["ways"].items():
-        assert way["same"] == 1.0 or name == "prefill"
+        assert way["same"] == 1.0 or (name in {"prefill", *fast} and way["off"] < 0.02)

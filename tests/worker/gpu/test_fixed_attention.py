@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from quire.attention.triton import DeviceContext, TritonAttention
-from quire.kernels.triton import fixed_prefill
+from quire.kernels.triton import hopper_prefill
 from quire.kernels.triton.attention_mixed import attention_reference
 from quire.kernels.types import HeadShape
 from quire.worker.gpu.batches import MixedBatch
@@ -41,14 +41,14 @@ def covered(tiles: dict[str, np.ndarray], prefix: str, tokens: int) -> list[tupl
 def attention(monkeypatch: pytest.MonkeyPatch) -> TritonAttention:
     if torch.cuda.is_available():
         pytest.skip("the interpreters stand in for a chip")
-    monkeypatch.setattr(fixed_prefill, "available", lambda device: True)
-    monkeypatch.setattr(fixed_prefill, "multiprocessors", lambda device: 3)
-    return TritonAttention(torch.device("cpu"), torch.bfloat16, deterministic=True, fixed_kernels=True)
+    monkeypatch.setattr(hopper_prefill, "available", lambda device: True)
+    monkeypatch.setattr(hopper_prefill, "multiprocessors", lambda device: 3)
+    return TritonAttention(torch.device("cpu"), torch.bfloat16, deterministic=True, same_type=True)
 
 
 def test_every_query_is_in_one_tile_of_one_of_the_kernels(attention: TritonAttention) -> None:
     tiles = staged(attention, [SHAPE, SHAPE])
-    full = covered(tiles, "row_tile", 32)
+    full = covered(tiles, "paged_tile", 32)
     rest = covered(tiles, "tile", attention.tokens_per_tile(SHAPE))
     every = sorted((seq, token) for seq, count in enumerate(COUNTS) for token in range(count))
     assert sorted(full + rest) == every
@@ -60,7 +60,7 @@ def test_heads_that_the_kernel_does_not_serve_are_left_to_the_other(
     attention: TritonAttention, shapes: list[HeadShape]
 ) -> None:
     tiles = staged(attention, shapes)
-    assert not len(tiles["row_tile_seq"]) and len(covered(tiles, "tile", attention.tokens_per_tile(shapes[0]))) == 243
+    assert not len(tiles["paged_tile_seq"]) and len(covered(tiles, "tile", attention.tokens_per_tile(shapes[0]))) == 243
 
 
 def test_a_step_of_both_kernels_attends_to_every_key(attention: TritonAttention) -> None:
@@ -70,7 +70,7 @@ def test_a_step_of_both_kernels_attends_to_every_key(attention: TritonAttention)
     qkv, cache, table, start, length = cases.paged_batch("cpu", torch.bfloat16, SHAPE, PAGE, COUNTS, lengths)
     ctx = DeviceContext(
         start, start, length, (table,), (start,), num_decodes=1, tile_seq=tiles["tile_seq"],
-        tile_first=tiles["tile_first"], row_tiles=(tiles["row_tile_seq"], tiles["row_tile_first"]),
+        tile_first=tiles["tile_first"], paged_tiles=(tiles["paged_tile_seq"], tiles["paged_tile_first"]),
     )  # fmt: skip
     with interpreting() as runs:
         out = attention(qkv, cache, ctx, 0, SHAPE, 0.2, None, None)

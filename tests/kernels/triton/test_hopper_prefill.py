@@ -1,4 +1,4 @@
-"""Prefill attention of deterministic mode by tiles that the copy engine loads, run by our interpreter, which also
+"""Prefill attention by tiles that the copy engine loads, run by our interpreter, which also
 checks how they wait and refill."""
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from quire.kernels.triton import fixed_prefill
+from quire.kernels.triton import hopper_prefill
 from quire.kernels.triton.attention_mixed import attention_reference
 from quire.kernels.types import HeadShape, pair_cache
 from tests.kernels.triton.gluon_interpreter import interpreting
 
 ORDERS = (range, lambda n: reversed(range(n)), lambda n: random.Random(n).sample(range(n), n))
 SEEDS = (None, 1, 2)
+SIZES = (hopper_prefill.FIXED, hopper_prefill.FAST, hopper_prefill.PrefillShape(64, 2, overlap=True))
 
 
 @pytest.mark.parametrize(
@@ -31,11 +32,13 @@ SEEDS = (None, 1, 2)
         (HeadShape(4, 1, 128), 64, [96, 1, 40], [37, 500, 3], 2),
     ],
 )
-def test_full_tiles_are_attended_to(
-    monkeypatch: pytest.MonkeyPatch, shape: HeadShape, page: int, queries: list[int], contexts: list[int], programs: int
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_tiles_are_attended_to(
+    monkeypatch: pytest.MonkeyPatch, sizes: hopper_prefill.PrefillShape, shape: HeadShape, page: int,
+    queries: list[int], contexts: list[int], programs: int,
 ) -> None:
     """Other requests' keys are poison, also those behind the last key in its block."""
-    monkeypatch.setattr(fixed_prefill, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(hopper_prefill, "multiprocessors", lambda device: programs)
     for order, seed in zip(ORDERS, SEEDS):
         chance = torch.Generator().manual_seed(seed or 0)
         lengths = [n + m for n, m in zip(queries, contexts)]
@@ -51,17 +54,17 @@ def test_full_tiles_are_attended_to(
         qkv = torch.randn(sum(queries), shape.width, generator=chance).bfloat16()
         start = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
         length = torch.tensor(lengths, dtype=torch.int32)
-        seqs, firsts, taken = fixed_prefill.split_tiles(
-            np.array(contexts), np.array(queries), fixed_prefill.tokens_of(shape))
+        seqs, firsts, taken = hopper_prefill.split_tiles(
+            np.array(contexts), np.array(queries), hopper_prefill.tokens_of(shape), sizes)
         assert len(seqs) and (np.diff(np.array(contexts)[seqs] + firsts) <= 0).all()
         out = torch.full((sum(queries), shape.num_heads * 128), math.nan, dtype=torch.bfloat16)
         mixed = torch.randperm(len(queries), generator=chance).int()
         shuffled = torch.empty_like(table)
         shuffled[mixed.long()] = table
         with interpreting(order, seed, constant=("weight",)):
-            fixed_prefill.fixed_prefill(
+            hopper_prefill.hopper_prefill(
                 qkv, cache, shuffled, mixed, start, length, torch.from_numpy(seqs), torch.from_numpy(firsts), shape,
-                0.2, out=out)
+                0.2, out=out, sizes=sizes)
         want = attention_reference(qkv, cache, table, start, length, shape, 0.2)
         for seq, count in enumerate(taken.tolist()):
             mine = slice(int(start[seq]), int(start[seq]) + count)
@@ -73,8 +76,8 @@ def test_full_tiles_are_attended_to(
 def test_tiles_never_reach_past_the_last_key(tokens: int) -> None:
     for start in (0, 1, 31, 64, 500):
         for count in (1, 8, 63, 64, 65, 96, 128, 200, 1000):
-            taken = fixed_prefill.whole_tokens(start, count, tokens)
-            reach = -(-(start + taken) // fixed_prefill.KEYS) * fixed_prefill.KEYS
+            taken = hopper_prefill.taken_tokens(start, count, tokens, hopper_prefill.FIXED)
+            reach = -(-(start + taken) // 64) * 64
             assert taken % tokens == 0 and taken <= count and (not taken or reach <= start + count)
             if (start + count) % 64 == 0:
                 assert taken == count // tokens * tokens  # nothing is left that could be taken
@@ -83,11 +86,11 @@ def test_tiles_never_reach_past_the_last_key(tokens: int) -> None:
 def test_what_the_kernel_does_not_know_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     device, half = torch.device("cuda"), torch.bfloat16
     known = (HeadShape(16, 8, 128), 16)
-    monkeypatch.setattr(fixed_prefill, "available", lambda device: True)
-    assert fixed_prefill.fits(device, half, *known) and fixed_prefill.fits(device, torch.float16, *known)
+    monkeypatch.setattr(hopper_prefill, "available", lambda device: True)
+    assert hopper_prefill.fits(device, half, *known) and hopper_prefill.fits(device, torch.float16, *known)
     for shape, page in ((HeadShape(16, 8, 64), 16), (HeadShape(14, 2, 128), 16), (HeadShape(16, 8, 128), 4),
                         (HeadShape(16, 8, 128), 128)):  # fmt: skip
-        assert not fixed_prefill.fits(device, half, shape, page)
-    assert not fixed_prefill.fits(device, torch.float32, *known)
-    monkeypatch.setattr(fixed_prefill, "available", lambda device: False)
-    assert not fixed_prefill.fits(device, half, *known)
+        assert not hopper_prefill.fits(device, half, shape, page)
+    assert not hopper_prefill.fits(device, torch.float32, *known)
+    monkeypatch.setattr(hopper_prefill, "available", lambda device: False)
+    assert not hopper_prefill.fits(device, half, *known)

@@ -1,0 +1,148 @@
+"""Prefill attention on Hopper over paged keys, in tiles of 128 rows of queries: prompts and chunks of any context.
+
+`FIXED` serves deterministic mode: keys are folded 64 at a time at the places of `attention_mixed` with `exact`, with
+the same tensor core instructions along k and the same order in each softmax, so the bits are the same
+(tests/gpu/test_bits.py compares them on a chip). It takes full tiles whose last turn of keys is all there and leaves
+the others to `attention_mixed`. `FAST` has no such duty and takes every tile. Neither lets a value that is not the
+sequence's own into a product, not even times zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.triton.attention_decode import LOG2_E
+from quire.kernels.triton.linear_prefetch import available, multiprocessors
+from quire.kernels.types import HeadShape, LayerCache
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from quire.kernels.triton.hopper_prefill_kernel import hopper_prefill_kernel
+except ImportError:  # another version of Triton
+    hopper_prefill_kernel = None
+
+ROWS, _HALF, _DIM = 128, 64, 128
+_REGISTERS = 240
+_KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillShape:
+    """Keys of a turn, turns on their way, whether the operations are those of `attention_mixed` with `exact`, and
+    whether a warp group's softmax runs beside its own products of weights and values."""
+
+    keys: int
+    stages: int
+    exact: bool = False
+    overlap: bool = False
+
+
+FIXED = PrefillShape(64, 5, exact=True)
+FAST = PrefillShape(128, 3)
+"""H200, 2026-11-18, 32 heads, TFLOP/s of chunks of 8,192 tokens after 24,576 and after 118,784 others: 566 and 530 (with
+`overlap` 563 and 540; by `attention_mixed` 446 and 383); of 8 chunks of 1,000: 377, with `overlap` 331."""
+
+
+def fits(
+    device: torch.device, dtype: torch.dtype, shape: HeadShape, block_size: int, sizes: PrefillShape = FIXED
+) -> bool:
+    """Whether the kernel knows such heads, such pages and this chip; windows, soft caps and sinks it does not know."""
+    group = shape.num_heads // shape.num_kv_heads
+    pages = block_size % 8 == 0 and sizes.keys % block_size == 0
+    return available(device) and dtype in _KINDS and shape.head_dim == _DIM and 64 % group == 0 and pages
+
+
+def tokens_of(shape: HeadShape) -> int:
+    """Tokens of a tile."""
+    return ROWS // (shape.num_heads // shape.num_kv_heads)
+
+
+def taken_tokens(start: int, count: int, tokens: int, sizes: PrefillShape) -> int:
+    """How many of a chunk's `count` tokens, after `start` others, the kernel takes: the first ones. With `exact` those
+    in full tiles whose last turn of keys is there; else all but a single one, which decodes."""
+    if not sizes.exact:
+        return count if count > 1 else 0
+    tiles = count // tokens
+    while tiles and -(-(start + tiles * tokens) // sizes.keys) * sizes.keys > start + count:
+        tiles -= 1
+    return tiles * tokens
+
+
+def split_tiles(
+    starts: np.ndarray, counts: np.ndarray, tokens: int, sizes: PrefillShape = FIXED
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(sequence, first token) of the tiles that this kernel takes, those with the most keys first; and how many tokens
+    of each chunk they are."""
+    taken = np.array([taken_tokens(int(a), int(n), tokens, sizes) for a, n in zip(starts, counts, strict=True)],
+                     np.int64)  # fmt: skip
+    tiles = -(-taken // tokens)
+    seqs = np.repeat(np.arange(len(counts)), tiles)
+    firsts = (np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens
+    order = np.argsort(-(np.asarray(starts)[seqs] + firsts), kind="stable")
+    return seqs[order].astype(np.int32), firsts[order].astype(np.int32), taken
+
+
+def hopper_prefill(
+    qkv: Tensor, cache: LayerCache, tables: Tensor, rows: Tensor | None, query_start: Tensor, context_len: Tensor,
+    tile_seq: Tensor, tile_first: Tensor, shape: HeadShape, scale: float, *, out: Tensor,
+    sizes: PrefillShape = FIXED,
+) -> None:
+    """Causal attention of the queries in the tiles of `split_tiles`, into `out` [T, Hq*hd]."""
+    items = tile_seq.shape[0] * shape.num_kv_heads
+    if items == 0:
+        return
+    ring, sums, values, stored = _layouts(_KINDS[qkv.dtype], sizes.keys)
+    hopper_prefill_kernel[(min(items, multiprocessors(qkv.device)),)](
+        _paged(cache.k, cache.block_size, ring),
+        _paged(cache.v, cache.block_size, ring),
+        qkv,
+        out,
+        tables,
+        tables if rows is None else rows,
+        query_start,
+        context_len,
+        tile_seq,
+        tile_first,
+        items,
+        scale * LOG2_E,
+        qkv.stride(0),
+        tables.stride(0),
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.num_heads // shape.num_kv_heads,
+        cache.block_size,
+        sizes.keys,
+        sizes.stages,
+        rows is not None,
+        sizes.exact,
+        sizes.overlap,
+        _REGISTERS,
+        ring,
+        sums,
+        values,
+        stored,
+        num_warps=4,
+        maxnreg=168,
+        enable_fp_fusion=not sizes.exact,
+    )
+
+
+def _paged(part: Tensor, page: int, layout: Any) -> Any:
+    """Keys or values as rows, for copies of half a page."""
+    return TensorDescriptor.from_tensor(part.view(-1, _DIM), [page, _HALF], layout)
+
+
+@lru_cache(maxsize=4)
+def _layouts(kind: str, keys: int) -> tuple[Any, Any, Any, Any]:
+    """Of a ring's places, of scores, of sums of values, of rows in memory."""
+    scores, values = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]) for columns in (keys, _HALF))
+    ring = gl.NVMMASharedLayout.get_default_for([keys, _HALF], getattr(gl, kind))
+    return ring, scores, values, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

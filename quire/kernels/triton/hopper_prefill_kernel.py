@@ -1,0 +1,309 @@
+"""The kernel of `hopper_prefill`, in Gluon: prefill attention over paged keys by two warp groups and a loading warp.
+
+One warp copies keys and values, page by page, into two rings; two warp groups take 64 rows of queries each, so that one
+computes its softmax while the other multiplies. With OVERLAP a warp group also computes its softmax while its own
+products of weights and values run; without, it only issues its next scores before it waits for those. A head's 128
+features come in two halves, since the copy engine swizzles 128 bytes: each half of the scores' sum goes on where the
+other ended, and each half of the values has sums of its own, so no order changes.
+
+With EXACT it makes the operations of `attention_mixed`, in its order.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def _tile(item, tile_seq, tile_first, query_start, context_len, NUM_KV: gl.constexpr, TOKENS: gl.constexpr,
+          KEYS: gl.constexpr):  # fmt: skip
+    """Of a program's piece of work: KV head, sequence, first token, first row and number of its queries, keys before
+    them, and turns of keys that some row of the tile sees."""
+    head, tile = item % NUM_KV, item // NUM_KV
+    seq = gl.load(tile_seq + tile)
+    first = gl.load(tile_first + tile)
+    begin = gl.load(query_start + seq)
+    queries = gl.load(query_start + seq + 1) - begin
+    before = gl.load(context_len + seq) - queries
+    turns = (before + gl.minimum(first + TOKENS, queries) + KEYS - 1) // KEYS
+    return head, seq, first, begin, queries, before, turns
+
+
+@gluon.jit
+def _page_rows(table, place, last, head, NUM_KV: gl.constexpr, PAGE: gl.constexpr, PAGES: gl.constexpr):
+    """Rows of the cache where some pages of a sequence begin, the last one again for those behind it: all are known
+    before the first is copied."""
+    found = ((gl.load(table + place) * NUM_KV + head) * PAGE,)
+    for page in gl.static_range(1, PAGES):
+        found = found + ((gl.load(table + gl.minimum(place + page, last)) * NUM_KV + head) * PAGE,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def _copy_keys(cache, ring, full, free, stage, parity, pages, PAGE: gl.constexpr):
+    """A turn of keys (or values) into a stage, once it is free."""
+    KEYS: gl.constexpr = ring.shape[1]
+    WIDTH: gl.constexpr = ring.shape[2]
+    mbarrier.wait(free.index(stage), parity)
+    mbarrier.expect(full.index(stage), 2 * KEYS * WIDTH * 2)
+    for page in gl.static_range(KEYS // PAGE):
+        for half in gl.static_range(2):
+            target = ring.index(2 * stage + half).slice(page * PAGE, PAGE, dim=0)
+            tma.async_copy_global_to_shared(cache, [pages[page], half * WIDTH], full.index(stage), target)
+
+
+@gluon.jit
+def _load_tiles(
+    k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows, tile_seq, tile_first, query_start,
+    context_len, num_items, table_stride, STAGES: gl.constexpr, NUM_KV: gl.constexpr, TOKENS: gl.constexpr,
+    PAGE: gl.constexpr, HAS_ROWS: gl.constexpr,
+):  # fmt: skip
+    KEYS: gl.constexpr = k_ring.shape[1]
+    done = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        head, seq, _first, _begin, queries, before, turns = _tile(
+            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS)
+        row = seq
+        if HAS_ROWS:
+            row = gl.load(rows + seq)
+        table = tables + row.to(gl.int64) * table_stride
+        last = (before + queries - 1) // PAGE
+        for turn in range(turns):
+            stage, parity = (done + turn) % STAGES, ((done + turn) // STAGES + 1) & 1
+            pages = _page_rows(table, turn * (KEYS // PAGE), last, head, NUM_KV, PAGE, KEYS // PAGE)
+            _copy_keys(k_cache, k_ring, k_full, k_free, stage, parity, pages, PAGE)
+            _copy_keys(v_cache, v_ring, v_full, v_free, stage, parity, pages, PAGE)
+        done += turns
+
+
+@gluon.jit
+def _start_scores(q_low, q_high, ring, full, turn, STAGES: gl.constexpr, SUMS: gl.constexpr):
+    """Issues the products of a turn's keys; not waited for."""
+    ROWS: gl.constexpr = q_low.shape[0]
+    KEYS: gl.constexpr = ring.shape[1]
+    stage = turn % STAGES
+    mbarrier.wait(full.index(stage), turn // STAGES & 1)
+    scores = gl.zeros((ROWS, KEYS), gl.float32, SUMS)
+    low, high = ring.index(2 * stage), ring.index(2 * stage + 1)
+    scores = warpgroup_mma(q_low, low.permute((1, 0)), scores, use_acc=False, is_async=True)
+    return warpgroup_mma(q_high, high.permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def _softmax(scores, start, open_end, reach, scale, maximum, total, EXACT: gl.constexpr, SUMS: gl.constexpr):
+    """Folds a turn's scores in: (its weights, by what older sums shrink, maximum, total)."""
+    KEYS: gl.constexpr = scores.shape[1]
+    if EXACT:
+        scores = scores * scale
+    if start >= open_end:
+        position = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SUMS))
+        scores = gl.where(position[None, :] <= reach[:, None], scores, float("-inf"))
+    if EXACT:
+        higher = gl.maximum(maximum, gl.max(scores, axis=1))
+        level = gl.where(higher == float("-inf"), 0.0, higher)
+        weights = gl.exp2(scores - level[:, None])
+    else:  # Every row sees the first key: no maximum stays at -inf. One fused multiply-add a score.
+        higher = gl.maximum(maximum, gl.max(scores, axis=1) * scale)
+        level = higher
+        weights = gl.exp2(scores * scale - level[:, None])
+    shrink = gl.exp2(maximum - level)
+    total = total * shrink + gl.sum(weights, axis=1)
+    return weights, shrink, higher, total
+
+
+@gluon.jit
+def _shrink(low, high, by, VALUES: gl.constexpr):
+    """Both halves of the sums of values, times a number for each row."""
+    by = gl.convert_layout(by, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
+    return low * by, high * by
+
+
+@gluon.jit
+def _start_values(p, low, high, ring, full, turn, STAGES: gl.constexpr):
+    """Issues the products of a turn's values; not waited for."""
+    stage = turn % STAGES
+    mbarrier.wait(full.index(stage), turn // STAGES & 1)
+    low = warpgroup_mma(p, ring.index(2 * stage), low, is_async=True)
+    high = warpgroup_mma(p, ring.index(2 * stage + 1), high, is_async=True)
+    return low, high
+
+
+@gluon.jit
+def _forget(ring, full, clean, turn, present, forgotten, WHO: gl.constexpr, STAGES: gl.constexpr, STORED: gl.constexpr):
+    """Zeros for the values of a turn from number `present` of them on: what lies there is nobody's or another's, and
+    zero times it need not be zero. The first warp group writes them, both meet; `forgotten`: how often so far."""
+    if WHO == 0:
+        stage = turn % STAGES
+        mbarrier.wait(full.index(stage), turn // STAGES & 1)
+        row = gl.arange(0, ring.shape[1], layout=gl.SliceLayout(1, STORED))
+        for half in gl.static_range(2):
+            place = ring.index(2 * stage + half)
+            values = place.load(STORED)
+            place.store(gl.where((row < present)[:, None], values, gl.zeros_like(values)))
+        fence_async_shared()
+        gl.thread_barrier()
+    mbarrier.arrive(clean.index(0))
+    mbarrier.wait(clean.index(0), forgotten & 1)
+
+
+@gluon.jit
+def _fold_keys(
+    q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, keys, forgotten, open_end,
+    reach, scale, WHO: gl.constexpr, EXACT: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr,
+    SUMS: gl.constexpr, VALUES: gl.constexpr, P: gl.constexpr, STORED: gl.constexpr,
+):  # fmt: skip
+    """All turns of a tile, of a sequence of so many keys: (sums of values, in halves, and of weights)."""
+    ROWS: gl.constexpr = q_low.shape[0]
+    KEYS: gl.constexpr = k_ring.shape[1]
+    WIDTH: gl.constexpr = k_ring.shape[2]
+    maximum = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, SUMS))
+    total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, SUMS))
+    low = gl.zeros((ROWS, WIDTH), gl.float32, VALUES)
+    high = gl.zeros((ROWS, WIDTH), gl.float32, VALUES)
+    scores = warpgroup_mma_wait(0, deps=(_start_scores(q_low, q_high, k_ring, k_full, done, STAGES, SUMS),))
+    mbarrier.arrive(k_free.index(done % STAGES))
+    weights, _nothing, maximum, total = _softmax(scores, 0, open_end, reach, scale, maximum, total, EXACT, SUMS)
+    p = gl.convert_layout(weights.to(k_ring.dtype), P)
+    for turn in range(1, turns):
+        if OVERLAP:
+            scores = _start_scores(q_low, q_high, k_ring, k_full, done + turn, STAGES, SUMS)
+            low, high = _start_values(p, low, high, v_ring, v_full, done + turn - 1, STAGES)
+            # The two products of scores; those of values go on.
+            scores = warpgroup_mma_wait(2, deps=(scores,))
+            mbarrier.arrive(k_free.index((done + turn) % STAGES))
+        else:
+            low, high = _start_values(p, low, high, v_ring, v_full, done + turn - 1, STAGES)
+            scores = _start_scores(q_low, q_high, k_ring, k_full, done + turn, STAGES, SUMS)
+            low, high, scores = warpgroup_mma_wait(0, deps=(low, high, scores))
+            mbarrier.arrive(v_free.index((done + turn - 1) % STAGES))
+            mbarrier.arrive(k_free.index((done + turn) % STAGES))
+        weights, shrink, maximum, total = _softmax(
+            scores, turn * KEYS, open_end, reach, scale, maximum, total, EXACT, SUMS)
+        if OVERLAP:
+            low, high, p = warpgroup_mma_wait(0, deps=(low, high, p))
+            mbarrier.arrive(v_free.index((done + turn - 1) % STAGES))
+        low, high = _shrink(low, high, shrink, VALUES)
+        p = gl.convert_layout(weights.to(k_ring.dtype), P)
+    if not EXACT and keys < turns * KEYS:
+        _forget(v_ring, v_full, clean, done + turns - 1, keys - (turns - 1) * KEYS, forgotten, WHO, STAGES, STORED)
+    low, high = _start_values(p, low, high, v_ring, v_full, done + turns - 1, STAGES)
+    low, high = warpgroup_mma_wait(0, deps=(low, high))
+    mbarrier.arrive(v_free.index((done + turns - 1) % STAGES))
+    return low, high, total
+
+
+@gluon.jit
+def _attend_tiles(
+    qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first, query_start, context_len, out,
+    num_items, scale, q_stride, WHO: gl.constexpr, STAGES: gl.constexpr, NUM_HEADS: gl.constexpr,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, EXACT: gl.constexpr, OVERLAP: gl.constexpr, SUMS: gl.constexpr,
+    VALUES: gl.constexpr, STORED: gl.constexpr,
+):  # fmt: skip
+    """A warp group: its half of the rows of one tile after another."""
+    ROWS: gl.constexpr = 64
+    KEYS: gl.constexpr = k_ring.shape[1]
+    WIDTH: gl.constexpr = k_ring.shape[2]
+    DIM: gl.constexpr = 2 * WIDTH
+    TOKENS: gl.constexpr = 2 * ROWS // GROUP
+    Q: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    P: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
+    done, forgotten = 0, 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        head, _seq, first, begin, queries, before, turns = _tile(
+            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS)
+        # The queries, through the layout in which rows are read and stored.
+        index = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
+        dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STORED))
+        token = first + index // GROUP
+        used = (token < queries)[:, None] & (dim < WIDTH)[None, :]
+        column = (head * GROUP + index % GROUP)[:, None] * DIM + dim[None, :]
+        place = (begin + token).to(gl.int64)[:, None]
+        source = qkv + (place * q_stride + column)
+        q_low = gl.convert_layout(gl.load(source, mask=used, other=0.0), Q)
+        q_high = gl.convert_layout(gl.load(source + WIDTH, mask=used, other=0.0), Q)
+        mine = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
+        reach = before + first + mine // GROUP
+        open_end = (before + first + 1) // KEYS * KEYS
+        low, high, total = _fold_keys(
+            q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, before + queries,
+            forgotten, open_end, reach, scale, WHO, EXACT, OVERLAP, STAGES, SUMS, VALUES, P, STORED)
+        done += turns
+        if before + queries < turns * KEYS:
+            forgotten += 1
+        # One division a row, not one a feature.
+        low, high = _shrink(low, high, 1.0 / gl.where(total > 0, total, 1.0), VALUES)
+        target = out + (place * (NUM_HEADS * DIM) + column)
+        kind = out.dtype.element_ty
+        gl.store(target, gl.convert_layout(low.to(kind), STORED), mask=used)
+        gl.store(target + WIDTH, gl.convert_layout(high.to(kind), STORED), mask=used)
+
+
+@gluon.jit(do_not_specialize=["num_items"])
+def hopper_prefill_kernel(
+    k_cache,
+    v_cache,
+    qkv,
+    out,
+    tables,
+    rows,
+    query_start,
+    context_len,
+    tile_seq,
+    tile_first,
+    num_items,
+    scale,
+    q_stride,
+    table_stride,
+    NUM_HEADS: gl.constexpr,
+    NUM_KV: gl.constexpr,
+    GROUP: gl.constexpr,
+    PAGE: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_ROWS: gl.constexpr,
+    EXACT: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    RING: gl.constexpr,
+    SUMS: gl.constexpr,
+    VALUES: gl.constexpr,
+    STORED: gl.constexpr,
+):
+    WIDTH: gl.constexpr = k_cache.block_type.shape[1]
+    k_ring = gl.allocate_shared_memory(k_cache.dtype, [2 * STAGES, KEYS, WIDTH], RING)
+    v_ring = gl.allocate_shared_memory(k_cache.dtype, [2 * STAGES, KEYS, WIDTH], RING)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    clean = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(clean.index(0), count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
+                             query_start, context_len, out, num_items, scale, q_stride, 0, STAGES, NUM_HEADS, NUM_KV,
+                             GROUP, EXACT, OVERLAP, SUMS, VALUES, STORED)),
+            (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
+                             query_start, context_len, out, num_items, scale, q_stride, 1, STAGES, NUM_HEADS, NUM_KV,
+                             GROUP, EXACT, OVERLAP, SUMS, VALUES, STORED)),
+            (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows, tile_seq,
+                           tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
+                           2 * 64 // GROUP, PAGE, HAS_ROWS)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
