@@ -84,8 +84,11 @@ class DeviceContext(StepContext):
     fuse_rope: bool = False
     """Norm, rotation and KV write run inside decode attention. Only for steps of one query per sequence: with drafts a
     query would need a key that another program of the same launch writes."""
+    long: bool = False
+    """Few sequences that decode have many keys: see `decode_lengths.long_keys`."""
     drafted: bool = False
-    """The same for a step of few rows with drafts in chains, where `few_decode_attention` can."""
+    """Norm, rotation and KV write run inside attention in a step of few rows with drafts in chains too, where
+    `few_decode_attention` can."""
     fresh: tuple[tuple[int, int, int], ...] = field(default=())
     """(first token, tokens of each, how many) of neighbouring prompts computed from their first token on, which
     are left out of the tiles."""
@@ -223,13 +226,13 @@ class TritonAttention:
         inputs, clock = (q, k, v, trial, _SCALE), prefill_libraries.device_clock
         self.prefill_library = prefill_libraries.pick(candidates, ours, inputs, clock)
 
-    def allocate_split(self, num_seqs: int, shape: HeadShape | LatentShape) -> DecodeSplit:
+    def allocate_split(self, num_seqs: int, shape: HeadShape | LatentShape, long: bool = False) -> DecodeSplit:
         if isinstance(shape, LatentShape):
             # Another block size than the usual one may ask for `latent_decode`, which any split suits.
             programs = 1 if self._wgmma_latents(shape, 16) else self._latent_sizes(shape).programs
             extra = latent_pieces(num_seqs, shape, programs, self._processors)
         else:
-            extra = extra_pieces(num_seqs, shape.num_kv_heads, self._processors)
+            extra = extra_pieces(num_seqs, shape.num_kv_heads, self._processors, long)
         return DecodeSplit.allocate(num_seqs, extra, self.device)
 
     def reserve(self, shape: HeadShape, tasks: int, num_seqs: int) -> DecodeScratch:
@@ -368,12 +371,13 @@ class TritonAttention:
     ) -> None:
         count, pdl = ctx.num_decodes, self.pdl and ctx.num_decodes == qkv.shape[0]
         batch = (table, ctx.rows, ctx.context_len[:count], split, self.reserve(shape, split.tasks, count), shape, scale)
-        few = turn is not None and (ctx.drafted or count <= MOST_SEQUENCES) and options["softcap"] is None
+        few = turn is not None and (ctx.drafted or (count <= MOST_SEQUENCES and not ctx.long))
+        few = few and options["softcap"] is None
         if few and turn is not None and few_fits(self.device, qkv.dtype, shape, turn, cache):
             few_decode_attention(
                 qkv, cache, *batch, turn, window=options["window"], out=options["out"], drafts=ctx.drafted, pdl=pdl)
             return
-        sizes = decode_shape(count, shape.head_dim, qkv.element_size(), self.shared_memory)
+        sizes = decode_shape(count, shape.head_dim, qkv.element_size(), self.shared_memory, ctx.long)
         options = {
             **options, "keys": sizes.keys, "num_warps": sizes.warps, "num_stages": sizes.stages,
             "carried": sizes.carried, "pdl": pdl,

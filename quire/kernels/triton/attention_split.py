@@ -47,14 +47,14 @@ class DecodeSplit:
         return cls(ints(num_seqs + extra), ints(num_seqs + extra), ints(num_seqs), ints(1))
 
 
-def extra_pieces(num_seqs: int, num_kv_heads: int, multiprocessors: int) -> int:
-    """Pieces beyond one per sequence, as so many programs a multiprocessor.
+def extra_pieces(num_seqs: int, num_kv_heads: int, multiprocessors: int, long: bool = False) -> int:
+    """Pieces beyond one per sequence, as so many programs a multiprocessor; `long`: see `decode_lengths`.
 
     H200, 2026-11-15, 32 heads of 8 KV heads, about 1,040 keys, microseconds: 8 sequences 19.6 with 32 pieces (16: 20.7,
     64: 23.9); 32 sequences 40.5 with 16 (33: 45.3, 66: 48.7); 64 sequences 80.9 with 66 (132: 83.0); 256 sequences 269
     with 264 (528: 272). One sequence of 4,000 keys: 15.3 with 16 (33: 23).
     """
-    wanted = next((many for most, many in _PROGRAMS if num_seqs <= most), _MOST_PROGRAMS)
+    wanted = 1 if long else next((many for most, many in _PROGRAMS if num_seqs <= most), _MOST_PROGRAMS)
     return max(1, multiprocessors * wanted // num_kv_heads)
 
 
@@ -78,14 +78,16 @@ HOPPER_SHARED = 227 << 10
 """Bytes of shared memory that a program may have there."""
 
 
-def decode_shape(num_seqs: int, head_dim: int, element_size: int, shared: int = HOPPER_SHARED) -> DecodeShape:
+def decode_shape(
+    num_seqs: int, head_dim: int, element_size: int, shared: int = HOPPER_SHARED, long: bool = False
+) -> DecodeShape:
     """Measured with the pieces above, bf16 heads of 128: one sequence 9.4 us with 128 keys at once (64 keys: 12.6), 32
     sequences 40.5 with 64 (128 keys: 57, since fewer programs fit). Larger heads and float32 take what surely fits
     the shared memory, and so does a chip that has less of it (`shared`) than the tiles on their way need."""
     careful = DecodeShape(64, stages=2, carried=False)
     if head_dim > 128 or element_size > 2:
         return careful
-    for shape in (DecodeShape(128 if num_seqs <= 2 else 64), DecodeShape(64)):
+    for shape in (DecodeShape(128 if num_seqs <= 2 or long else 64), DecodeShape(64)):
         if shape.stages * 2 * shape.keys * triton.next_power_of_2(head_dim) * element_size <= 0.9 * shared:
             return shape
     return careful

@@ -47,7 +47,7 @@ class PrefillShape:
 
 FIXED = PrefillShape(64, 5, exact=True)
 FAST = PrefillShape(128, 3)
-"""H200, 2026-11-18, 32 heads, TFLOP/s of chunks of 8,192 tokens after 24,576 and after 118,784 others: 566 and 530 (with
+"""H200, 2026-11-18, 32 heads, TFLOP/s of chunks of 8,192 tokens after 24,576 and 118,784 others: 566 and 530 (with
 `overlap` 563 and 540; by `attention_mixed` 446 and 383); of 8 chunks of 1,000: 377, with `overlap` 331."""
 
 

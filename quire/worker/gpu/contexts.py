@@ -15,10 +15,12 @@ from torch import Tensor
 from quire.attention.backend import FreshPrompts
 from quire.attention.prefill_libraries import Verdicts
 from quire.config import default_cache_dir
+from quire.kernels.decode_lengths import LONG_SEQUENCES, long_keys
 from quire.kernels.types import HeadShape, LatentShape, LayerCache, StepContext
 from quire.models.decoder import Decoder
 from quire.models.heads.head import DraftHead
 from quire.ops.interface import Ops
+from quire.scheduler.plan import PlanEntry
 from quire.worker.gpu.batches import FreshRuns, MixedBatch
 from quire.worker.gpu.padded import MixedRung, MixedRungs
 from quire.worker.gpu.staging import Stage
@@ -51,6 +53,7 @@ class StepContexts:
             for a in (layer.attention for layer in decoder.spec.layers)
         )
         self._splits: dict[int, tuple] = {}
+        self._long_splits: dict[int, tuple] = {}
 
     @property
     def _shared(self) -> HeadShape | LatentShape:
@@ -70,6 +73,11 @@ class StepContexts:
         self._splits = {
             count: tuple(self.attention.allocate_split(count, self._shared) for _ in self.windows) for count in counts
         }
+        if self._plain and self.fuse_rope:
+            self._long_splits = {
+                count: tuple(self.attention.allocate_split(count, self._shared, long=True) for _ in self.windows)
+                for count in counts if count <= LONG_SEQUENCES
+            }  # fmt: skip
         for shape in {_as_heads(shape) for shape in self._shapes}:
             self.attention.reserve(shape, max(split[0].tasks for split in self._splits.values()), max(counts))
 
@@ -85,6 +93,11 @@ class StepContexts:
 
     # ---- decode steps
 
+    def is_long(self, entries: Sequence[PlanEntry], rung: int) -> bool:
+        """Whether the rows of a decode step without drafts, padded to `rung`, have so many keys that reading them is
+        all that counts."""
+        return rung in self._long_splits and sum(entry.start for entry in entries) >= long_keys(len(entries))
+
     def decode(
         self,
         rows: Tensor,
@@ -95,8 +108,10 @@ class StepContexts:
         separate_rope: bool,
         caches: Sequence[LayerCache],
         detours: Tensor | None = None,
+        long: bool = False,
     ) -> StepContext:
-        """One token of every sequence. `separate_rope`: see `StepLaunches.decode`. `detours`: of nodes of trees."""
+        """One token of every sequence. `separate_rope`: see `StepLaunches.decode`. `detours`: of nodes of trees.
+        `long`: see `is_long`."""
         if self.attention is None:
             ctx = self._on_host(positions, query_start, lengths, rows, slots, caches)
             if detours is not None:
@@ -109,8 +124,9 @@ class StepContexts:
         rung = rows.shape[0]
         chains = separate_rope and detours is None and rung <= MOST_DRAFTED
         ctx = DeviceContext(positions, query_start, lengths, (), slots, rows=rows, tables=self.tables, num_decodes=rung,
-                            splits=self._splits.get(rung, ()), fuse_rope=self.fuse_rope and not separate_rope,
-                            drafted=self.fuse_rope and chains, detours=detours)
+                            splits=(self._long_splits if long else self._splits).get(rung, ()), long=long,
+                            fuse_rope=self.fuse_rope and not separate_rope, drafted=self.fuse_rope and chains,
+                            detours=detours)
         if self.attention.deterministic:
             # One tile per sequence; padding has no keys and gives zeros.
             ctx.tile_seq = query_start[:rung]

@@ -81,6 +81,9 @@ class DeviceRunner:
         mixed = self.contexts.mixed_rungs(decoder, min(max_num_seqs, table.num_rows), mixed_tokens)
         self.contexts.reserve({*self.rungs, *([] if mixed is None else mixed.decode_counts)})
         self.graphs = GraphCache(device, self.launches.decode) if use_graphs and device.type == "cuda" else None
+        self.long_graphs = None if self.graphs is None else GraphCache(
+            device, self.launches.decode_long, self.graphs.pool)
+        """Captured when first asked for: few engines see such texts."""
         self.sampled = self.launches.sampled_steps(None if self.graphs is None else self.graphs.pool)
         self.draws = SpecialDraws(table, rejection, self.sampled)
         self._replays = False
@@ -99,10 +102,10 @@ class DeviceRunner:
 
     def close(self) -> None:
         """Let go of graphs and caches: the graphs' launches hold all the memory."""
-        for graphs in (self.graphs, self.padded, self.sampled, self.trees):
+        for graphs in (self.graphs, self.long_graphs, self.padded, self.sampled, self.trees):
             if graphs is not None:
                 graphs.close()
-        self.graphs = self.padded = self.trees = None
+        self.graphs = self.long_graphs = self.padded = self.trees = None
         self.caches = []
 
     def capture(self, max_num_seqs: int) -> None:
@@ -210,7 +213,8 @@ class DeviceRunner:
         count, drawn = len(entries), self.launches.drawn[step % RING]
         rung = rung_for(self.rungs, count)
         # A draft's query sees keys of other rows of this step: all keys must be written before attention starts.
-        self.launch_decode(rung, self.contexts.fuse_rope and drafted is not None)
+        drafts = self.contexts.fuse_rope and drafted is not None
+        self.launch_decode(rung, drafts, drafted is None and self.contexts.is_long(entries, rung))
         if not self.launches.draws:
             return self._nothing_drawn(step)
         pending = PendingStep(step, count, range(count), drawn[:count])
@@ -218,12 +222,13 @@ class DeviceRunner:
         self.draws.draw(DrawnStep(pending, entries, range(count), logits, drawn, step % RING, drafted))
         return pending
 
-    def launch_decode(self, rung: int, separate_rope: bool = False) -> None:
+    def launch_decode(self, rung: int, separate_rope: bool = False, long: bool = False) -> None:
         """A decode step of so many rows, as they are staged (see `StepLaunches.decode`)."""
-        if self.graphs is not None and self._replays:
-            self.graphs.run(rung, separate_rope)
+        graphs = self.long_graphs if long else self.graphs
+        if graphs is not None and self._replays:
+            graphs.run(rung, separate_rope)
         else:
-            self.launches.decode(rung, separate_rope)
+            self.launches.decode(rung, separate_rope, long)
 
     # ---- steps of any shape
 

@@ -13,6 +13,7 @@ import torch
 
 from quire.config import CacheConfig
 from quire.models.build import build_decoder, dummy_weights
+from quire.scheduler.plan import PlanEntry
 from quire.worker.gpu import worker as worker_module
 from quire.worker.gpu.options import DeviceOptions
 from quire.worker.gpu.worker import GpuWorker
@@ -52,7 +53,9 @@ def worker_of(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], determini
     return GpuWorker(config, dummy_weights(config), cache, options, ops=ops)
 
 
-def decode(worker: GpuWorker, rows: int, separate_rope: bool = False) -> tuple[list[str], list[str]]:
+def decode(
+    worker: GpuWorker, rows: int, separate_rope: bool = False, long: bool = False
+) -> tuple[list[str], list[str]]:
     """(kernels and operations, allocations) from the embedding to the logits."""
     launches = worker._runner.launches
 
@@ -62,7 +65,7 @@ def decode(worker: GpuWorker, rows: int, separate_rope: bool = False) -> tuple[l
 
     launches._kernels = replace(launches._kernels, gather_inputs=gather, draw=lambda *_: found.append("draw"))
     with torch.inference_mode(), recorded() as found:
-        launches.decode(rows, separate_rope)
+        launches.decode(rows, separate_rope, long)
     first = next(i for i, entry in enumerate(found) if entry.startswith("embedding"))
     found = found[first : found.index("draw")]
     return names(found), [entry for entry in found if entry.startswith(("empty", "new_empty"))]
@@ -110,6 +113,41 @@ def test_rows_with_drafts_rotate_inside_their_attention_where_its_kernel_can(
     assert asked == ([True] * 2 if fused else [])
     assert launched.count("rope_cache") == (2 if separate_rope and not fits else 0)
     assert launched.count("rope_decode") == (0 if separate_rope else 2)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_few_rows_with_many_keys_take_pieces_and_a_kernel_for_bandwidth(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    from quire.attention import triton as attention
+
+    asked: list[tuple[int, int]] = []
+
+    def attend(qkv: torch.Tensor, *given: Any, out: torch.Tensor, keys: int, **_: Any) -> None:
+        asked.append((given[4].tasks - rows, keys))
+        out.zero_()
+
+    worker = worker_of(monkeypatch, QWEN3)
+    runner, attends = worker._runner, worker._runner.contexts.attention
+    assert isinstance(attends, attention.TritonAttention)
+    attends._processors = 132
+    runner.contexts.reserve(set(runner.rungs))
+    monkeypatch.setattr(attention, "few_fits", lambda *_: True)
+    monkeypatch.setattr(attention, "rope_decode_attention", attend)
+    decode(worker, rows, long=True)
+    kv_heads = worker.spec.layers[0].attention.num_kv_heads
+    assert asked == [(132 // kv_heads, 128)] * 2
+
+
+def test_a_step_is_long_from_so_many_keys_on_and_never_beyond_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts = worker_of(monkeypatch, QWEN3)._runner.contexts
+    one, two = ([PlanEntry(row, start, 1, sample=True) for row, start in enumerate(starts)]
+                for starts in ((16384,), (16000, 300)))  # fmt: skip
+    assert contexts.is_long(one, 1) and not contexts.is_long(two, 2)
+    assert contexts.is_long([replace(entry, start=9000) for entry in two], 2)
+    assert not contexts.is_long([replace(entry, start=1 << 20) for entry in one], 32)
+    fixed = worker_of(monkeypatch, QWEN3, deterministic=True)._runner.contexts
+    assert not fixed.is_long(one, 1)
 
 
 def test_deterministic_steps_are_never_fused_with_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
