@@ -1,8 +1,8 @@
 """`quire bench gpu --row-sizes 16,8,1,3,3,0 32,4,1,2,5,0,4`: given sizes of the kernel of one row of int4, on a model's
 down projection: alone, and behind its gate and up as the table has them, where a kernel begins as the one before ends.
 
-Sizes are as in the GEMM table (`quire.kernels.triton.codes_row.CodesRowShape`). Each is compiled by a process of its own
-and compared with the weight in floats before it is timed; all are timed in turns.
+Sizes are as in the GEMM table (`quire.kernels.triton.codes_row.CodesRowShape`). Each is compiled by a process of its
+own and compared with the weight in floats before it is timed; all are timed in turns.
 """
 
 from __future__ import annotations

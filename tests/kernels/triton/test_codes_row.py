@@ -231,7 +231,8 @@ def test_operations_run_the_kernel_that_the_table_names(monkeypatch: pytest.Monk
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
     named = ("norm_then_codes_row" if apart else "codes_row", (16, 4, 1, 2))
-    launched = choices(monkeypatch, plain=("codes_row", (16, 4, 1, 2)), norm=named, gated=named)
+    plain = (16, 2, 1, 1, 0, 0, 2) if apart else (16, 4, 1, 2)  # in two parts, or whole
+    launched = choices(monkeypatch, plain=("codes_row", plain), norm=named, gated=named)
     ops, weight = TritonOps("cpu", torch.bfloat16), plain_weight(96, 512, offsets=True)
     packed, floats = ops.pack_quantized([weight]), unpacked(pack(weight, torch.bfloat16)).float()
     x, residual, gain = row(512), row(96, 1), torch.rand(512) + 0.5
@@ -248,12 +249,12 @@ def test_operations_run_the_kernel_that_the_table_names(monkeypatch: pytest.Monk
 def test_the_ring_runs_what_the_table_or_the_shape_leaves_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
-    wide = ("codes_row", (16, 8, 1, 2))
-    launched = choices(monkeypatch, plain=wide, gated=wide)
+    wide, parts = ("codes_row", (16, 8, 1, 2)), ("codes_row", (16, 2, 1, 1, 0, 0, 2))
+    launched = choices(monkeypatch, plain=wide, gated=parts)
     ops, weight, gain = TritonOps("cpu", torch.bfloat16), plain_weight(96, 512, offsets=False), torch.ones(512)
     packed = ops.pack_quantized([weight])
     ops.linear(row(512), packed)  # eight warps do not share 512 columns
-    ops.norm_linear(row(512), gain, 1e-6, packed, "silu")
+    ops.norm_linear(row(512), gain, 1e-6, packed, "silu")  # a part of the columns has no norm
     ops.norm_linear(row(512), gain, 1e-6, packed)  # the table has no form with a norm
     assert launched == ["ring"] * 3
     ops = TritonOps("cpu", torch.bfloat16, deterministic=True)
