@@ -16,6 +16,7 @@ from typing import Any
 from quire.bench.gpu.cases import READ_BANDWIDTH
 from quire.bench.gpu.tune import graphs_seconds, weights_of
 from quire.child import child_environment, module_command
+from quire.errors import QuireError
 
 _LAYERS = 6
 """Whose weights are too large for the cache."""
@@ -24,6 +25,9 @@ _MOST_ERROR = 0.01
 
 
 def measure(models: list[str], sizes: list[str], note: Callable[[dict[str, Any]], None]) -> None:
+    for model in models:
+        if [form for form, *_ in weights_of(model)] != ["norm", "plain", "gated", "plain", "norm"]:
+            raise QuireError(f"--row-sizes times dense models only, and {model} has experts: name others with --models")
     here = module_command("quire.bench.gpu.row_sizes")
     compiling = [subprocess.Popen([*here, model, each], env=child_environment()) for model in models for each in sizes]
     for process in compiling:
@@ -50,7 +54,7 @@ class _Layers:
     def __init__(self, model: str, count: int) -> None:
         import torch
 
-        from quire.kernels.triton.codes_row import CodesRowShape
+        from quire.kernels.triton.codes_row import CodesRowShape, fits
         from quire.kernels.triton.gemm_table import GATED, INT4, lookup
         from quire.kernels.triton.linear_prefetch import PrefetchScratch
 
@@ -58,7 +62,10 @@ class _Layers:
         self.scratch = PrefetchScratch.allocate("cuda")
         self.down = [_random_codes(hidden, inner) for _ in range(count)]
         self.gate = [_random_codes(halves, hidden) for _ in range(count)]
-        self.gate_sizes = CodesRowShape(*lookup(1, halves, hidden, torch.bfloat16, INT4 + GATED).sizes)
+        choice = lookup(1, halves, hidden, torch.bfloat16, INT4 + GATED)
+        self.gate_sizes = CodesRowShape(*choice.sizes)
+        if choice.kernel != "codes_row" or not fits(self.gate[0], self.gate_sizes, True, True):
+            raise QuireError(f"gate and up of {model} do not run this kernel")
         self.x, self.inner = (torch.randn(1, size, device="cuda").bfloat16() for size in (hidden, inner))
         self.gain = torch.ones(hidden, device="cuda").bfloat16()
 
