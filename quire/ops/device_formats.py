@@ -212,7 +212,7 @@ class DeviceFormats:
         packed, sizes, apart = row
         x = norm.rms_norm(x, gain, eps, pdl=self._pdl) if apart else x
         return codes_row.linear_codes_row(x, packed, w.bias, norm=None if apart else gain, eps=eps, gated=gated,
-                                          out=out, sizes=sizes, pdl=self._pdl)
+                                          out=out, sizes=sizes, scratch=self._scratch, pdl=self._pdl)
 
     def _codes_row_choice(
         self, x: Tensor, w: CodesLinear, form: str
@@ -227,9 +227,11 @@ class DeviceFormats:
         if choice.kernel not in _CODES_ROW_KERNELS:
             return None
         sizes = codes_row.CodesRowShape(*choice.sizes)
-        if not codes_row.fits(w.packed, sizes, form == gemm_table.GATED):
+        apart = choice.kernel != _CODES_ROW_KERNELS[0]
+        normed = form != gemm_table.PLAIN and not apart
+        if not codes_row.fits(w.packed, sizes, form == gemm_table.GATED, normed, self._scratch):
             return None
-        return w.packed, sizes, choice.kernel != _CODES_ROW_KERNELS[0]
+        return w.packed, sizes, apart
 
     def _bytes_row(
         self, x: Tensor, w: BytesLinear, residual: Tensor | None = None, *, gain: Tensor | None = None,
@@ -243,9 +245,11 @@ class DeviceFormats:
         row = RowShape(*choice.sizes) if choice.kernel in _ROW_KERNELS else None
         if choice.kernel == _BYTES_ROW_KERNEL:
             wide = codes_row.CodesRowShape(*choice.sizes)
-            if self._scratch is not None and codes_row.fits_bytes(w.weight, w.scales, wide, gated is not None):
+            if self._scratch is not None and codes_row.fits_bytes(w.weight, w.scales, wide, gated is not None,
+                                                                  gain is not None, self._scratch):  # fmt: skip
                 return codes_row.linear_bytes_row(x, w.weight, w.scales, w.bias, residual, norm=gain, eps=eps,
-                                                  gated=gated, out=out, sizes=wide, pdl=self._pdl)
+                                                  gated=gated, out=out, sizes=wide, scratch=self._scratch,
+                                                  pdl=self._pdl)
             row = _ROW_SHAPE
         if row is None or w.scales.dim() != 1:
             return None
@@ -324,7 +328,8 @@ class DeviceFormats:
             return None
         row = self._codes_row_choice(x, w, gemm_table.PLAIN)
         if row is not None:
-            return codes_row.linear_codes_row(x, packed, w.bias, residual, out=out, sizes=row[1], pdl=self._pdl)
+            return codes_row.linear_codes_row(x, packed, w.bias, residual, out=out, sizes=row[1],
+                                              scratch=self._scratch, pdl=self._pdl)
         choice = self._codes_choice(x, w)
         if choice.kernel == _CODES_TILES_KERNEL:
             tiles = codes_tiles.CodesTilesShape(*choice.sizes)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quire.bench.gpu import tile_shapes
+from quire.bench.gpu.tune import captured
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -249,6 +250,39 @@ def test_the_kernel_of_one_row_of_codes_itself(form: str, offsets: bool) -> None
             got = codes_row.linear_codes_row(x, packed, bias, residual, norm=None if form == "plain" else gain,
                                              eps=1e-6, gated=gated, sizes=shape, pdl=True)
             close(got, want, 0.01, (sizes, features, form))
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+def test_parts_of_one_row_of_codes_add_up_again_and_again(offsets: bool) -> None:
+    """Equal and unequal parts, whole and part turns, with kernels before and behind that begin early and share the
+    scratch: launched, then as a graph that is replayed. All bits are the same each time, and no part is left over."""
+    if not linear_prefetch.available(torch.device("cuda")):
+        pytest.skip("needs Hopper and Triton 3.6")
+    scratch = linear_prefetch.PrefetchScratch.allocate("cuda")
+    for features, width, group, *shapes in (
+        (5120, 17408, 128, (32, 4, 1, 2, 5, 0, 4), (64, 8, 1, 1, 2, 0, 3), (16, 4, 1, 4, 5, 2, 2)),
+        (4096, 12288, 128, (32, 8, 1, 3, 2, 0, 2), (64, 4, 1, 1, 4, 0, 8)),
+        (1120, 4736, 128, (32, 4, 1, 1, 0, 1, 3), (16, 8, 1, 2, 0, 0, 5)),  # 37 runs
+        (224, 6144, 512, (16, 8, 1, 4, 0, 0, 3)),
+    ):  # fmt: skip
+        packed = linear_codes.pack(to_codes(numbers(features, width), group, offsets), torch.bfloat16)
+        x, floats = numbers(1, width), linear_codes.unpacked(packed).float()
+        bias, residual = numbers(features), numbers(1, features)
+        want = x.float() @ floats.t() + bias.float() + residual.float()
+        for sizes in shapes:
+            shape = codes_row.CodesRowShape(*sizes)
+            assert codes_row.fits(packed, shape, scratch=scratch)
+            run = partial(codes_row.linear_codes_row, x, packed, bias, residual, sizes=shape, scratch=scratch, pdl=True)
+            first = run()
+            close(first, want, 0.01, (sizes, features))
+            outs = [torch.empty_like(first) for _ in range(8)]
+            graph = captured([partial(run, out=out) for out in outs])
+            for _ in range(5):
+                for out in outs:
+                    out.zero_()
+                graph.replay()
+                assert all(torch.equal(out, first) for out in outs), (sizes, features)
+    assert not scratch.arrived.any()
 
 
 @pytest.mark.parametrize("form", ["plain", "norm", "gated"])

@@ -109,6 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="instead: GEMMs of quantized weights of the models' shapes, every kernel and its limit")
     parser.add_argument("--tune-quantized", metavar="FILE",
                         help="with --gemm: add the fastest kernels of fp8 and int4 to the table in this file")
+    parser.add_argument("--row-sizes", nargs="+", metavar="SIZES",
+                        help="instead: these sizes of the kernel of one row of int4 (16,8,1,3,3,0) on the models' down")
     parser.add_argument("--mixed", action="store_true",
                         help="instead: small steps of a short prompt beside eight decoding sequences")
     parser.add_argument("--heads", action="store_true",
@@ -147,6 +149,11 @@ def run(args: argparse.Namespace) -> int:
 
         gemm.measure(args.models, args.gemm, lambda line: _show(args, line, gemm.text(line)), args.tune_rows,
                      args.tune_quantized)
+        return 0
+    if args.row_sizes:
+        from quire.bench.gpu import row_sizes
+
+        row_sizes.measure(args.models, args.row_sizes, lambda line: _show(args, line, row_sizes.text(line)))
         return 0
     if args.serve:
         from quire.bench.gpu import serve as gpu_serve

@@ -284,7 +284,7 @@ class _Fp8(_Around):
     def _bytes_row(self, shape: Any, weight: Any) -> Any:
         from quire.kernels.triton.codes_row import linear_bytes_row
 
-        return linear_bytes_row(self.x, *weight, sizes=shape, pdl=True, **self.fused())
+        return linear_bytes_row(self.x, *weight, sizes=shape, scratch=self.scratch, pdl=True, **self.fused())
 
     def _row(self, shape: tuple[int, ...], apart: bool, weight: Any) -> Any:
         """`apart`: the norm in its own kernel."""
@@ -379,7 +379,7 @@ class _Int4(_Around):
 
     def _one_row(self) -> Ways:
         found: Ways = {}
-        for shape in row_shapes(self.weights[0], self.form == "gated"):
+        for shape in row_shapes(self.weights[0], self.form == "gated", self.form == "plain"):
             name = " ".join(map(str, astuple(shape)))
             found["codes_row " + name] = partial(self._row, shape)
         return found
@@ -387,7 +387,7 @@ class _Int4(_Around):
     def _row(self, shape: Any, weight: Any) -> Any:
         from quire.kernels.triton.codes_row import linear_codes_row
 
-        return linear_codes_row(self.x, weight, sizes=shape, pdl=True, **self.fused())
+        return linear_codes_row(self.x, weight, sizes=shape, scratch=self.scratch, pdl=True, **self.fused())
 
     def _codes(self, sizes: Any, weight: Any) -> Any:
         from quire.kernels.triton.linear_codes import linear_codes

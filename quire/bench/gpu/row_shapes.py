@@ -2,12 +2,14 @@
 
 All programs run at once, one to three on a multiprocessor, each with as many registers as that leaves, so that the
 memory has work from the first to the last. Every such size also comes with a part of the weight that goes to the L2
-cache while registers are full.
+cache while registers are full. Of a wide weight without a norm programs also share the columns of a tile: then tiles
+can be of more features, so the row becomes digits fewer times, and multiprocessors have more equal shares.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 LEAST_PROGRAMS = 120
@@ -24,10 +26,20 @@ _MOST_TURNS = 50
 """Of a program, of both halves: each is compiled by itself."""
 _TRIED = {False: ((16, 8, 1, 4, 0), (32, 8, 1, 2, 2), (16, 8, 3, 3, 2), (32, 16, 1, 2, 0)), True: ((16, 8, 1, 2, 2),)}
 """Other sizes: those that won for 4-bit codes on some weight, and many programs of fp8."""
+_WIDE = 8192
+"""Columns from which on tiles are shared by programs."""
+_ELSE = 44
+"""Registers of a thread of such a program for other than weights."""
+_LEAST_BALANCE = 0.85
+_DIGITS_COST = 0.7
+"""Instructions for the digits of a run of columns, over those for its products with 16 features."""
+_LEAST_WARPS = 16
+"""Of a multiprocessor, which has four that can have an instruction at a time."""
+_MOST_SHARED = 5
 
 
-def row_shapes(weight: Any, gated: bool) -> list[Any]:
-    """`weight`: packed codes, or a tensor of fp8."""
+def row_shapes(weight: Any, gated: bool, plain: bool = False) -> list[Any]:
+    """`weight`: packed codes, or a tensor of fp8. `plain`: neither norm nor gate."""
     from quire.kernels.triton.codes_row import CodesRowShape, fits, fits_bytes, turns
 
     is_bytes = not hasattr(weight, "words")
@@ -45,11 +57,33 @@ def row_shapes(weight: Any, gated: bool) -> list[Any]:
                 shape = CodesRowShape(unit, _WARPS, steps, ahead, room)
                 _add(found, weight, shape, gated)
                 _add(found, weight, replace(shape, fetched=_fetched(weight, shape, gated)), gated)
-    return [
+    shared = _shared_shapes(weight) if plain and not is_bytes and weight.width >= _WIDE else []
+    return shared + [
         shape for shape in found if -(-outputs // (shape.features * shape.steps)) >= LEAST_PROGRAMS
         and shape.steps * turns(weight, shape) * (2 if gated else 1) <= _MOST_TURNS
         and (fits_bytes(weight, weight[:, 0], shape, gated) if is_bytes else fits(weight, shape, gated))
     ]  # fmt: skip
+
+
+def _shared_shapes(weight: Any) -> list[Any]:
+    """For codes. All programs run at once, all multiprocessors have about as much to do, and weights stay in
+    registers. Those of the fewest instructions on the busiest multiprocessor."""
+    from quire.kernels.triton.codes_row import CodesRowShape, most_registers, turns
+
+    found = []
+    for unit, warps, programs in product((_UNIT, 2 * _UNIT, 4 * _UNIT), (_WARPS // 2, _WARPS), range(2, 9)):
+        tiles, places = -(-weight.features // unit), _MULTIPROCESSORS * programs
+        held = _HELD[False] * (unit // _UNIT)
+        ahead = ((most_registers(programs, warps) or 0) - _ELSE) // held
+        shape = CodesRowShape(unit, warps, 1, ahead, programs, 0, places // tiles)
+        if ahead < 1 or shape.parts < 2 or programs * warps < _LEAST_WARPS:
+            continue
+        every = turns(weight, replace(shape, parts=1))
+        balance = tiles * shape.parts / places * every / (shape.parts * turns(weight, shape))
+        if shape.parts <= every and balance >= _LEAST_BALANCE:
+            shape = replace(shape, ahead=min(ahead, turns(weight, shape)))
+            found.append((balance / (1 + _DIGITS_COST * _UNIT / unit), shape))
+    return [shape for _, shape in sorted(found, key=lambda each: -each[0])[:_MOST_SHARED]]
 
 
 def _add(found: list[Any], weight: Any, shape: Any, gated: bool) -> None:

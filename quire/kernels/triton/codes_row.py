@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.kernels.triton.activation import KINDS
 from quire.kernels.triton.linear_codes import COLUMNS, PackedCodes
+from quire.kernels.triton.linear_prefetch import PrefetchScratch
 
 try:
     from triton.experimental.gluon import language as gl
@@ -44,8 +45,8 @@ _SHARED = 200 << 10
 @dataclass(frozen=True, slots=True)
 class CodesRowShape:
     """Features of a program at a time (with a gate: pairs of them), warps, times, turns loaded before the first is
-    multiplied, how many programs a multiprocessor must have registers for (0: as the compiler has it), and turns that
-    come to the L2 cache meanwhile."""
+    multiplied, how many programs a multiprocessor must have registers for (0: as the compiler has it), turns that come
+    to the L2 cache meanwhile, and programs that share the columns of a tile."""
 
     features: int = 16
     warps: int = 8
@@ -53,6 +54,7 @@ class CodesRowShape:
     ahead: int = 8
     programs: int = 0
     fetched: int = 0
+    parts: int = 1
 
     @property
     def registers(self) -> int | None:
@@ -73,21 +75,53 @@ def run_of(weight: PackedCodes | Tensor) -> int:
 
 
 def turns(weight: PackedCodes | Tensor, sizes: CodesRowShape) -> int:
-    """Of all columns, a run of them to each warp at a time; in the last turn some warps may have none."""
+    """Of a program's columns, a run of them to each warp at a time; in the last turn some warps may have none."""
+    return triton.cdiv(_all_turns(weight, sizes), sizes.parts)
+
+
+def _all_turns(weight: PackedCodes | Tensor, sizes: CodesRowShape) -> int:
     width = weight.shape[1] if isinstance(weight, Tensor) else weight.width
     return triton.cdiv(width, sizes.warps * run_of(weight))
 
 
-def fits(weight: PackedCodes, sizes: CodesRowShape, gated: bool = False) -> bool:
-    """Whether the kernel can multiply it: a run for each warp, whole tiles of each half, room for the row's digits."""
+def _shared_out(
+    weight: PackedCodes | Tensor, group: int, sizes: CodesRowShape, fused: bool, scratch: PrefetchScratch | None
+) -> bool:
+    """Whether several programs can have parts of a tile: with a norm or a gate each would need more than its part."""
+    if sizes.parts == 1:
+        return True
+    tiles = triton.cdiv(weight.shape[0] if isinstance(weight, Tensor) else weight.features, sizes.features)
+    return (
+        not fused
+        and sizes.steps == 1
+        and 1 < sizes.parts <= _all_turns(weight, sizes)
+        and sizes.warps * run_of(weight) % group == 0
+        and scratch is not None
+        and tiles <= scratch.arrived.numel()
+        and tiles * sizes.parts * sizes.features <= scratch.partial.numel()
+    )
+
+
+def fits(
+    weight: PackedCodes, sizes: CodesRowShape, gated: bool = False, normed: bool = False,
+    scratch: PrefetchScratch | None = None,
+) -> bool:  # fmt: skip
+    """Whether the kernel can multiply it: a run for each warp, whole tiles of each half, room for the row's digits, and
+    scratch for parts of tiles."""
     shared = sizes.warps * run_of(weight) <= weight.width and weight.group % COLUMNS == 0
     halves = not gated or weight.features % (2 * sizes.features) == 0
-    return shared and halves and _DIGITS * turns(weight, sizes) * sizes.warps * run_of(weight) <= _SHARED
+    parts = _shared_out(weight, weight.group, sizes, gated or normed, scratch)
+    return shared and halves and parts and _DIGITS * turns(weight, sizes) * sizes.warps * run_of(weight) <= _SHARED
 
 
-def fits_bytes(weight: Tensor, scales: Tensor, sizes: CodesRowShape, gated: bool = False) -> bool:
+def fits_bytes(
+    weight: Tensor, scales: Tensor, sizes: CodesRowShape, gated: bool = False, normed: bool = False,
+    scratch: PrefetchScratch | None = None,
+) -> bool:  # fmt: skip
     """The same of a weight of fp8, with a scale for each feature or for 128 columns of it."""
     features, width = weight.shape
+    if not _shared_out(weight, run_of(weight), sizes, gated or normed, scratch):
+        return False
     if weight.dtype != torch.float8_e4m3fn or width % COLUMNS or features % (sizes.features * (2 if gated else 1)):
         return False
     scaled = scales.dim() == 1 or width == _BYTES_RUN * scales.shape[1]
@@ -106,6 +140,7 @@ def linear_codes_row(
     gated: str | None = None,
     out: Tensor | None = None,
     sizes: CodesRowShape = CodesRowShape(),
+    scratch: PrefetchScratch | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """[1, features]: norm(x) W^T + bias, or act(first half) * second half of it; without a gate + residual."""
@@ -113,7 +148,7 @@ def linear_codes_row(
     of_weight = (weight.features, weight.width, weight.group, weight.offsets, False)
     layouts = _layouts(sizes.warps, slabs, sizes.features // _UNIT * (2 if gated else 1))
     return _launch(x, weight.words, weight.scales, of_weight, layouts, slabs, bias, residual, norm, eps, gated, out,
-                   sizes, pdl)  # fmt: skip
+                   sizes, scratch, pdl)  # fmt: skip
 
 
 def linear_bytes_row(
@@ -128,6 +163,7 @@ def linear_bytes_row(
     gated: str | None = None,
     out: Tensor | None = None,
     sizes: CodesRowShape = CodesRowShape(),
+    scratch: PrefetchScratch | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """The same of a weight [features, width] of fp8 with scales [features] or [features, blocks of 128 columns]."""
@@ -135,13 +171,13 @@ def linear_bytes_row(
     of_weight = (*weight.shape, group, False, True)
     layouts = _bytes_layouts(sizes.warps, slabs, sizes.features // _UNIT * (2 if gated else 1))
     return _launch(x, weight.view(torch.int8), scales, of_weight, layouts, slabs, bias, residual, norm, eps, gated, out,
-                   sizes, pdl)  # fmt: skip
+                   sizes, scratch, pdl)  # fmt: skip
 
 
 def _launch(
     x: Tensor, weight: Tensor, scales: Tensor, of_weight: tuple[int, int, int, bool, bool], layouts: tuple[Any, ...],
     slabs: int, bias: Tensor | None, residual: Tensor | None, norm: Tensor | None, eps: float, gated: str | None,
-    out: Tensor | None, sizes: CodesRowShape, pdl: bool,
+    out: Tensor | None, sizes: CodesRowShape, scratch: PrefetchScratch | None, pdl: bool,
 ) -> Tensor:  # fmt: skip
     """`of_weight`: features, width, columns of a scale, whether there are offsets, and whether it is of bytes."""
     features, width, group, offsets, is_bytes = of_weight
@@ -149,7 +185,8 @@ def _launch(
     if out is None:
         out = torch.empty(1, features, dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(features, sizes.features)
-    codes_row_kernel[(triton.cdiv(tiles, sizes.steps),)](
+    shared = scratch if sizes.parts > 1 else None  # the same kernel with a scratch and without
+    codes_row_kernel[(triton.cdiv(tiles, sizes.steps) * sizes.parts,)](
         weight,
         scales,
         x,
@@ -157,6 +194,8 @@ def _launch(
         x if bias is None else bias,
         x if residual is None else residual,
         out,
+        out if shared is None else shared.partial,
+        out if shared is None else shared.arrived,
         eps,
         tiles,
         features,
@@ -168,6 +207,7 @@ def _launch(
         sizes.steps,
         sizes.ahead,
         sizes.fetched,
+        sizes.parts,
         is_bytes,
         offsets,
         bias is not None,

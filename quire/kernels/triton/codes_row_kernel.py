@@ -29,6 +29,7 @@ _PLANES = gl.constexpr(
     "prmt.b32 $1, a, b, 0x7632; prmt.b32 a, $3, $4, 0x62; prmt.b32 b, $5, $6, 0x62; prmt.b32 $2, a, b, 0x5410; "
     "xor.b32 $0, $0, 0x80808080; xor.b32 $1, $1, 0x80808080; xor.b32 $2, $2, 0x80808080; }"
 )
+_LARGER = gl.constexpr("{ .reg .b32 a; and.b32 a, $2, 0x7FFF7FFF; max.u16x2 $0, $1, a; }")
 _INTEGERS = gl.constexpr(0x4B400000)
 """The bits of 1.5 * 2 ** 23: integers of up to 22 bits added to them are added to the float too."""
 _FLOAT = gl.constexpr(12582912.0)
@@ -54,6 +55,12 @@ def _planes(numbers):
     return gl.inline_asm_elementwise(
         _PLANES, "=&r,=&r,=&r,r,r,r,r", [numbers], dtype=[gl.int8] * 3, is_pure=True, pack=4
     )
+
+
+@gluon.jit
+def _larger(most, bits):
+    """The larger of `most` and of the bits of a float of 16 bits less its sign, of two neighbours at once."""
+    return gl.inline_asm_elementwise(_LARGER, "=r,r,r", [most, bits], dtype=gl.int16, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -118,17 +125,17 @@ def _word_places(
     part = part[None, :, None, None]
     slab = gl.arange(0, SLABS, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, WORDS))))[None, None, :, None]
     word = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, WORDS))))[None, None, None, :]
-    # Four rows of words have 16 features: 128 bytes of each are 64 columns.
-    line = (part // TILES * (NUM_FEATURES // 16) + part % TILES) * 4 + word // 32
-    place = line * (WIDTH // 2) + (warp * SLABS + slab) * 32 + word % 32
-    return weight + (tile * (TILES * 4 * (WIDTH // 2)) + place)
+    # Four rows of words have 16 features: 128 bytes of each are 64 columns. What all threads have in common is added
+    # by itself: it is then a part of the instruction, and one register has the rest.
+    places = weight + (tile * (TILES * 4 * (WIDTH // 2)) + word // 32 * (WIDTH // 2) + warp * (SLABS * 32) + word % 32)
+    return places + ((part // TILES * (NUM_FEATURES // 16) + part % TILES) * (4 * (WIDTH // 2)) + slab * 32)
 
 
 @gluon.jit
 def _load_codes(
-    weight, scales, tile, turn: gl.constexpr, NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr,
-    SLABS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr, WARPS: gl.constexpr, WORDS: gl.constexpr,
-    SUMS: gl.constexpr,
+    weight, scales, tile, runs, turn: gl.constexpr, LEAST: gl.constexpr, NUM_FEATURES: gl.constexpr,
+    WIDTH: gl.constexpr, GROUP: gl.constexpr, SLABS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr,
+    WARPS: gl.constexpr, WORDS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """Words, and scales [warps, features], of one turn of a tile."""
     places = _word_places(weight, tile, NUM_FEATURES, WIDTH, SLABS, TILES, HALVES, WARPS, WORDS)
@@ -136,17 +143,18 @@ def _load_codes(
     run = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None]
     row = gl.arange(0, TILES * HALVES * 16, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :]
     feature = tile * (TILES * 16) + row % (TILES * 16)
-    column = row // (TILES * 16) * NUM_FEATURES + feature
     if (WARPS * SLABS * 64) % GROUP == 0:
-        pair = scales + (run * (SLABS * 64) // GROUP * (NUM_FEATURES * HALVES) + column)
+        pair = scales + (run * (SLABS * 64) // GROUP * (NUM_FEATURES * HALVES) + tile * (TILES * 16) + row % 8)
         pair += turn * (WARPS * SLABS * 64 // GROUP * NUM_FEATURES * HALVES)
     else:
-        pair = scales + ((turn * WARPS + run) * (SLABS * 64) // GROUP * (NUM_FEATURES * HALVES) + column)
-    if (turn + 1) * WARPS * SLABS * 64 > WIDTH:  # Some warps have no run. Words of none are multiplied by zeros.
-        runs: gl.constexpr = WIDTH // (SLABS * 64) - turn * WARPS
+        pair = scales + ((turn * WARPS + run) * (SLABS * 64) // GROUP * (NUM_FEATURES * HALVES) + tile * (TILES * 16)
+                         + row % 8)  # fmt: skip
+    pair += row // (TILES * 16) * NUM_FEATURES + row % (TILES * 16) // 8 * 8
+    if (turn + 1) * WARPS > LEAST:  # Some warps may have no run. Words of none are multiplied by zeros.
+        left = runs - turn * WARPS
         warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))[:, None, None, None]
-        words = gl.load(places, mask=warp < runs, eviction_policy="evict_first")
-        real = (run < runs) & (feature < NUM_FEATURES)
+        words = gl.load(places, mask=warp < left, eviction_policy="evict_first")
+        real = (run < left) & (feature < NUM_FEATURES)
         return words, gl.load(pair, mask=real, other=0, eviction_policy="evict_first")
     else:
         words = gl.load(places, eviction_policy="evict_first")
@@ -158,9 +166,9 @@ def _load_codes(
 
 @gluon.jit
 def _load_bytes(
-    weight, scales, tile, turn: gl.constexpr, NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr,
-    SLABS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr, WARPS: gl.constexpr, WORDS: gl.constexpr,
-    SUMS: gl.constexpr,
+    weight, scales, tile, runs, turn: gl.constexpr, LEAST: gl.constexpr, NUM_FEATURES: gl.constexpr,
+    WIDTH: gl.constexpr, GROUP: gl.constexpr, SLABS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr,
+    WARPS: gl.constexpr, WORDS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """The same of fp8: [warps, features, columns]. Scales: of blocks of columns only."""
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))[:, None, None]
@@ -168,9 +176,9 @@ def _load_bytes(
     column = gl.arange(0, SLABS * 64, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))[None, None, :]
     place = (row // (TILES * 16) * NUM_FEATURES + row % (TILES * 16)) * WIDTH + warp * (SLABS * 64) + column
     places = weight + (tile * (TILES * 16 * WIDTH) + turn * (WARPS * SLABS * 64) + place)
-    runs: gl.constexpr = WIDTH // (SLABS * 64) - turn * WARPS
-    if runs < WARPS:
-        found = gl.load(places, mask=warp < runs, other=0, eviction_policy="evict_first")
+    left = runs - turn * WARPS
+    if (turn + 1) * WARPS > LEAST:
+        found = gl.load(places, mask=warp < left, other=0, eviction_policy="evict_first")
     else:
         found = gl.load(places, eviction_policy="evict_first")
     if GROUP:
@@ -178,27 +186,29 @@ def _load_bytes(
         line = gl.arange(0, TILES * HALVES * 16, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :]
         feature = line // (TILES * 16) * NUM_FEATURES + tile * (TILES * 16) + line % (TILES * 16)
         block = scales + (feature * (WIDTH // GROUP) + (turn * WARPS + run) * (SLABS * 64) // GROUP)
-        return found, gl.load(block, mask=run < runs, other=0.0)
+        if (turn + 1) * WARPS > LEAST:
+            return found, gl.load(block, mask=run < left, other=0.0)
+        else:
+            return found, gl.load(block)
     else:
         return found, tile
 
 
 @gluon.jit
 def _load_turn(
-    weight, scales, tiles, unit: gl.constexpr, TURNS: gl.constexpr, NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr,
-    GROUP: gl.constexpr, SLABS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr, WARPS: gl.constexpr,
-    BYTES: gl.constexpr, WORDS: gl.constexpr, SUMS: gl.constexpr,
+    weight, scales, tile, tiles, runs, unit: gl.constexpr, TURNS: gl.constexpr, LEAST: gl.constexpr,
+    NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, SLABS: gl.constexpr, TILES: gl.constexpr,
+    HALVES: gl.constexpr, WARPS: gl.constexpr, BYTES: gl.constexpr, WORDS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """One turn of one of a program's tiles."""
-    tile = gl.program_id(0)
+    """One turn of one of a program's tiles, of which `tile` is the first."""
     if unit >= TURNS:  # A step that the program does not have reads the last tile and stores nothing.
         tile = gl.minimum(tile + unit // TURNS * gl.num_programs(0), tiles - 1)
     if BYTES:
-        return _load_bytes(weight, scales, tile, unit % TURNS, NUM_FEATURES, WIDTH, GROUP, SLABS, TILES, HALVES, WARPS,
-                           WORDS, SUMS)  # fmt: skip
+        return _load_bytes(weight, scales, tile, runs, unit % TURNS, LEAST, NUM_FEATURES, WIDTH, GROUP, SLABS, TILES,
+                           HALVES, WARPS, WORDS, SUMS)  # fmt: skip
     else:
-        return _load_codes(weight, scales, tile, unit % TURNS, NUM_FEATURES, WIDTH, GROUP, SLABS, TILES, HALVES, WARPS,
-                           WORDS, SUMS)  # fmt: skip
+        return _load_codes(weight, scales, tile, runs, unit % TURNS, LEAST, NUM_FEATURES, WIDTH, GROUP, SLABS, TILES,
+                           HALVES, WARPS, WORDS, SUMS)  # fmt: skip
 
 
 @gluon.jit
@@ -212,32 +222,41 @@ def _ask(places, size, lines):
 @gluon.jit
 def _fetch(
     weight, tile, begin: gl.constexpr, end: gl.constexpr, NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr,
-    SLABS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr, WARPS: gl.constexpr, BYTES: gl.constexpr,
-    EACH: gl.constexpr,
+    SLABS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr, BYTES: gl.constexpr, EACH: gl.constexpr,
 ):  # fmt: skip
-    """These turns of a tile come to the L2 cache, so that memory is busy while registers are full. A line is what lies
-    in one piece of a turn: a feature's columns, or a quarter of 16 features' codes."""
-    LINES: gl.constexpr = 16 if BYTES else 4
-    LENGTH: gl.constexpr = WIDTH if BYTES else WIDTH // 2
-    TURN: gl.constexpr = WARPS * SLABS * (64 if BYTES else 32)
-    SIZE: gl.constexpr = (min(end * TURN, LENGTH) - begin * TURN) * (1 if BYTES else 4)
-    line = gl.arange(0, TILES * HALVES * LINES, EACH)
-    line = line // (TILES * LINES) * (NUM_FEATURES // 16 * LINES) + line % (TILES * LINES)
-    places = weight + ((tile * (TILES * LINES) + line) * LENGTH + begin * TURN)
-    size = gl.full((TILES * HALVES * LINES,), SIZE, gl.int32, EACH)
-    _ask(places, size, gl.full((TILES * HALVES * LINES,), TILES * HALVES * LINES, gl.int32, EACH))
+    """These runs of a tile come to the L2 cache, so that memory is busy while registers are full. A line is what lies
+    in one piece of them: a feature's columns, or a quarter of 16 features' codes."""
+    if begin < end:
+        LINES: gl.constexpr = 16 if BYTES else 4
+        LENGTH: gl.constexpr = WIDTH if BYTES else WIDTH // 2
+        RUN: gl.constexpr = SLABS * (64 if BYTES else 32)
+        SIZE: gl.constexpr = (end - begin) * RUN * (1 if BYTES else 4)
+        line = gl.arange(0, TILES * HALVES * LINES, EACH)
+        line = line // (TILES * LINES) * (NUM_FEATURES // 16 * LINES) + line % (TILES * LINES)
+        places = weight + ((tile * (TILES * LINES) + line) * LENGTH + begin * RUN)
+        size = gl.full((TILES * HALVES * LINES,), SIZE, gl.int32, EACH)
+        _ask(places, size, gl.full((TILES * HALVES * LINES,), TILES * HALVES * LINES, gl.int32, EACH))
 
 
 @gluon.jit
 def _load_row(
-    x, turn: gl.constexpr, AGAIN: gl.constexpr, ROW: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr
+    x, width, turn: gl.constexpr, AGAIN: gl.constexpr, ROW: gl.constexpr, COLUMNS: gl.constexpr, LEAST: gl.constexpr
 ):
-    """AGAIN: said otherwise than the first time, or the compiler would take both loads for one."""
+    """Of a row of `width` columns, LEAST or more. AGAIN: said otherwise than the first time, or the compiler would take
+    both loads for one."""
     place = gl.arange(0, COLUMNS, ROW) + turn * COLUMNS
-    if (turn + 1) * COLUMNS > WIDTH:
-        return gl.load(x + place, mask=place < WIDTH, other=0.0, cache_modifier=".ca" if AGAIN else "")
+    if (turn + 1) * COLUMNS > LEAST:
+        return gl.load(x + place, mask=place < width, other=0.0, cache_modifier=".ca" if AGAIN else "")
     else:
         return gl.load(x + place, cache_modifier=".ca" if AGAIN else "")
+
+
+@gluon.jit
+def _load_rows(x, width, TURNS: gl.constexpr, ROW: gl.constexpr, COLUMNS: gl.constexpr, LEAST: gl.constexpr):
+    rows = ()
+    for turn in gl.static_range(TURNS):
+        rows = rows + (_load_row(x, width, turn, False, ROW, COLUMNS, LEAST),)  # type: ignore[assignment]  # noqa: RUF005
+    return rows
 
 
 @gluon.jit
@@ -254,43 +273,50 @@ def _store_digits(values, place, WARPS: gl.constexpr, SLABS: gl.constexpr, ORDER
 
 @gluon.jit
 def _prepare(
-    x, gain, gains, places, found, TURNS: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr, SLABS: gl.constexpr,
-    BYTES: gl.constexpr, NORM: gl.constexpr, ROW: gl.constexpr, ORDERED: gl.constexpr, SUMS: gl.constexpr,
+    x, gain, gains, width, places, found, TURNS: gl.constexpr, LEAST: gl.constexpr, WARPS: gl.constexpr,
+    SLABS: gl.constexpr, BYTES: gl.constexpr, NORM: gl.constexpr, ROW: gl.constexpr, ORDERED: gl.constexpr,
+    SUMS: gl.constexpr,
 ):  # fmt: skip
-    """The row to shared memory, with a norm each warp's sum of squares too; what a one of it stands for, of each
-    warp."""
+    """The row of `width` columns, LEAST or more, to shared memory, with a norm each warp's sum of squares too; what a
+    one of it stands for, of each warp."""
     RUN: gl.constexpr = SLABS * 64
     COLUMNS: gl.constexpr = WARPS * RUN
-    HELD: gl.constexpr = TURNS <= 5
+    HELD: gl.constexpr = (5 if NORM else 10) >= TURNS  # without a norm in 16 bits
     TOP: gl.constexpr = 14 if BYTES else 21
     LAST: gl.constexpr = 14 if BYTES else 21 + 4
-    rows = ()
-    for turn in gl.static_range(TURNS):
-        rows = rows + (_load_row(x, turn, False, ROW, COLUMNS, WIDTH),)  # type: ignore[assignment]  # noqa: RUF005
+    rows = _load_rows(x, width, TURNS, ROW, COLUMNS, LEAST)
     values = ()
-    most = gl.full((COLUMNS,), 0, gl.int32, ROW)
     squares = gl.full((COLUMNS,), 0.0, gl.float32, ROW)
-    for turn in gl.static_range(TURNS):
-        value = rows[turn].to(gl.float32)  # type: ignore[var-annotated]
-        if NORM:
+    # Compared as integers: the largest of them is NaN if there is one.
+    if NORM:
+        most = gl.full((COLUMNS,), 0, gl.int32, ROW)
+        for turn in gl.static_range(TURNS):
+            value = rows[turn].to(gl.float32)  # type: ignore[var-annotated]
             squares += value * value
             value = value * gains[turn].to(gl.float32)
-        # As integers, since the largest of them is then NaN if there is one.
-        most = gl.maximum(most, value.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
-        if HELD:
-            values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
-    largest = gl.max(most.reshape([WARPS, RUN]), 1)
+            most = gl.maximum(most, value.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
+            if HELD:
+                values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
+        largest = gl.max(most.reshape([WARPS, RUN]), 1)
+    else:
+        most = gl.full((COLUMNS,), 0, gl.int16, ROW)
+        for turn in gl.static_range(TURNS):
+            most = _larger(most, rows[turn].to(gl.int16, bitcast=True))
+        largest = gl.max(most.to(gl.int32).reshape([WARPS, RUN]), 1)
+        largest = largest.to(gl.int16).to(x.dtype.element_ty, bitcast=True).to(gl.float32).to(gl.int32, bitcast=True)
     # The power of two below the largest number becomes 2 ** TOP, so most of a row's numbers stay as they are.
     power = gl.maximum(largest & 0x7F800000, 26 << 23)
     inverse = ((127 + TOP << 23) - power + (127 << 23)).to(gl.float32, bitcast=True)
     last = gl.where(largest < 0x7F800000, power - (LAST << 23), 0x7FC00000).to(gl.float32, bitcast=True)
     for turn in gl.static_range(TURNS):
-        if HELD:
+        if NORM and HELD:
             value = values[turn]
+        elif HELD:
+            value = rows[turn].to(gl.float32)
         else:  # Of a long row registers for all of it would be those of weights: it is read again, from the cache.
-            value = _load_row(x, turn, True, ROW, COLUMNS, WIDTH).to(gl.float32)
+            value = _load_row(x, width, turn, True, ROW, COLUMNS, LEAST).to(gl.float32)
             if NORM:
-                value = value * _load_row(gain, turn, True, ROW, COLUMNS, WIDTH).to(gl.float32)
+                value = value * _load_row(gain, width, turn, True, ROW, COLUMNS, LEAST).to(gl.float32)
         value = value.reshape([WARPS, RUN]) * inverse[:, None]
         if BYTES:
             places[turn].index(0).store(value.to(gl.float16))
@@ -365,8 +391,11 @@ def _finish(
 
 
 @gluon.jit
-def _allocate(TURNS: gl.constexpr, WARPS: gl.constexpr, SLABS: gl.constexpr, BYTES: gl.constexpr, PLACE: gl.constexpr):
+def _allocate(
+    TURNS: gl.constexpr, WARPS: gl.constexpr, SLABS: gl.constexpr, BYTES: gl.constexpr, PLACES: gl.constexpr
+):
     """Of every turn a place for the row: places of one allocation would be filled with a barrier between any two."""
+    PLACE: gl.constexpr = PLACES[0]
     places = ()
     for _ in gl.static_range(TURNS):
         if BYTES:
@@ -377,54 +406,96 @@ def _allocate(TURNS: gl.constexpr, WARPS: gl.constexpr, SLABS: gl.constexpr, BYT
     return places
 
 
+@gluon.jit
+def _of_all_parts(whole, partial, arrived, tile, part, PARTS: gl.constexpr, OUT: gl.constexpr):
+    """(the sums [halves, features] of a tile, whether this program has them): the last program of a tile to come adds
+    the parts, always in the same order."""
+    HALVES: gl.constexpr = whole.shape[0]
+    FEATURES: gl.constexpr = whole.shape[1]
+    half = gl.arange(0, HALVES, gl.SliceLayout(1, gl.SliceLayout(0, OUT)))[:, None]
+    line = gl.arange(0, FEATURES, gl.SliceLayout(0, gl.SliceLayout(0, OUT)))[None, :]
+    places = partial + (tile * (PARTS * HALVES * FEATURES) + half * FEATURES + line)
+    gl.store(places + part * (HALVES * FEATURES), whole)
+    # Every thread's stores come before the one thread's atomic that publishes them.
+    gl.thread_barrier()
+    complete = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == PARTS - 1
+    if complete:
+        gl.store(arrived + tile, 0)  # for the next launch, which waits for the end of this one
+        whole = gl.load(places, cache_modifier=".cg")
+        for other in gl.static_range(1, PARTS):
+            whole += gl.load(places + other * (HALVES * FEATURES), cache_modifier=".cg")
+    return whole, complete
+
+
+@gluon.jit
+def _own(
+    weight, scales, x, part, PARTS: gl.constexpr, ALL: gl.constexpr, NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr,
+    GROUP: gl.constexpr, SLABS: gl.constexpr, WARPS: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """Where a part of the columns begins in the weight, the scales and the row, and how many runs it has. Of ALL turns
+    the first parts have one more than others if they cannot have equally many. NUM_FEATURES: with a gate, of both
+    halves."""
+    RUNS: gl.constexpr = WIDTH // (SLABS * 64)
+    begin = part * (ALL // PARTS) + gl.minimum(part, ALL % PARTS)
+    end = begin + ALL // PARTS + (part < ALL % PARTS).to(gl.int32)
+    if BYTES:
+        weight += begin * (WARPS * SLABS * 64)
+        if GROUP:
+            scales += begin * (WARPS * SLABS * 64 // GROUP)
+    else:
+        weight += begin * (WARPS * SLABS * 32)
+        scales += begin * (WARPS * SLABS * 64 // GROUP * NUM_FEATURES)
+    return weight, scales, x + begin * (WARPS * SLABS * 64), gl.minimum(RUNS, end * WARPS) - begin * WARPS
+
+
 @gluon.jit(do_not_specialize=["tiles"])
 def codes_row_kernel(
-    weight, scales, x, gain, bias, residual, out, eps, tiles,
+    weight, scales, x, gain, bias, residual, out, partial, arrived, eps, tiles,
     NUM_FEATURES: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, SLABS: gl.constexpr, TILES: gl.constexpr,
-    WARPS: gl.constexpr, STEPS: gl.constexpr, AHEAD: gl.constexpr, FETCHED: gl.constexpr, BYTES: gl.constexpr,
-    OFFSETS: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr,
-    KIND: gl.constexpr, PDL: gl.constexpr, WORDS: gl.constexpr, SUMS: gl.constexpr, DIGITS: gl.constexpr,
-    ROW: gl.constexpr, ORDERED: gl.constexpr, FOUND: gl.constexpr, OUT: gl.constexpr, EACH: gl.constexpr,
-    PLACES: gl.constexpr,
+    WARPS: gl.constexpr, STEPS: gl.constexpr, AHEAD: gl.constexpr, FETCHED: gl.constexpr, PARTS: gl.constexpr,
+    BYTES: gl.constexpr, OFFSETS: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr, NORM: gl.constexpr,
+    GATED: gl.constexpr, KIND: gl.constexpr, PDL: gl.constexpr, WORDS: gl.constexpr, SUMS: gl.constexpr,
+    DIGITS: gl.constexpr, ROW: gl.constexpr, ORDERED: gl.constexpr, FOUND: gl.constexpr, OUT: gl.constexpr,
+    EACH: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """TILES * 16 outputs at a time, STEPS times; AHEAD: turns that are loaded before the first is multiplied; FETCHED:
-    turns after those that come to the L2 cache before. GROUP of fp8: columns of a scale, or 0."""
+    turns after those that come to the L2 cache before. GROUP of fp8: columns of a scale, or 0. PARTS: programs that
+    share the columns of a tile, where there is one step and no norm."""
     HALVES: gl.constexpr = 2 if GATED else 1
-    COLUMNS: gl.constexpr = WARPS * SLABS * 64
-    TURNS: gl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    PLACE: gl.constexpr = PLACES[0]
-    places = _allocate(TURNS, WARPS, SLABS, BYTES, PLACE)
+    RUN: gl.constexpr = SLABS * 64
+    ALL: gl.constexpr = (WIDTH // RUN + WARPS - 1) // WARPS
+    TURNS: gl.constexpr = (ALL + PARTS - 1) // PARTS
+    LEAST: gl.constexpr = WIDTH // RUN - (ALL - ALL // PARTS) * WARPS  # runs of the last part
+    places = _allocate(TURNS, WARPS, SLABS, BYTES, PLACES)
     found = gl.allocate_shared_memory(gl.float32, [1, WARPS], PLACES[1])
     shared = gl.allocate_shared_memory(gl.float32, [2, WARPS, HALVES, TILES * 16], PLACES[2])
+    first, part, runs = gl.program_id(0), 0, LEAST
+    if PARTS > 1:
+        first, part = gl.program_id(0) % tiles, gl.program_id(0) // tiles
+        weight, scales, x, runs = _own(weight, scales, x, part, PARTS, ALL, NUM_FEATURES * HALVES, WIDTH, GROUP, SLABS,
+                                       WARPS, BYTES)  # fmt: skip
     held = ()
     for unit in gl.static_range(min(AHEAD, STEPS * TURNS)):
         held = held + (  # type: ignore[assignment]  # noqa: RUF005
-            _load_turn(weight, scales, tiles, unit, TURNS, NUM_FEATURES, WIDTH, GROUP, SLABS, TILES, HALVES, WARPS,
-                       BYTES, WORDS, SUMS),
+            _load_turn(weight, scales, first, tiles, runs, unit, TURNS, LEAST, NUM_FEATURES, WIDTH, GROUP, SLABS, TILES,
+                       HALVES, WARPS, BYTES, WORDS, SUMS),
         )  # fmt: skip
     for step in gl.static_range(STEPS):
-        if max(AHEAD - step * TURNS, 0) < min(AHEAD + FETCHED - step * TURNS, TURNS):
-            tile = gl.minimum(gl.program_id(0) + step * gl.num_programs(0), tiles - 1)
-            _fetch(weight, tile, max(AHEAD - step * TURNS, 0), min(AHEAD + FETCHED - step * TURNS, TURNS), NUM_FEATURES,
-                   WIDTH, SLABS, TILES, HALVES, WARPS, BYTES, EACH)  # fmt: skip
-    gains = ()
-    if NORM:
-        for turn in gl.static_range(TURNS):
-            gains = gains + (_load_row(gain, turn, False, ROW, COLUMNS, WIDTH),)  # type: ignore[assignment]  # noqa: RUF005
+        tile = gl.minimum(first + step * gl.num_programs(0), tiles - 1)
+        _fetch(weight, tile, max(AHEAD - step * TURNS, 0) * WARPS, min((AHEAD + FETCHED - step * TURNS) * WARPS, LEAST),
+               NUM_FEATURES, WIDTH, SLABS, TILES, HALVES, BYTES, EACH)  # fmt: skip
+    gains = _load_rows(gain, WIDTH, TURNS if NORM else 0, ROW, WARPS * RUN, WIDTH)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    last = _prepare(x, gain, gains, places, found.index(0), TURNS, WIDTH, WARPS, SLABS, BYTES, NORM, ROW, ORDERED, SUMS)
-    factor = 1.0
-    if NORM:
-        factor = gl.rsqrt(gl.sum(found.index(0).load(FOUND), 0) / WIDTH + eps)
+    last = _prepare(x, gain, gains, runs * RUN, places, found.index(0), TURNS, LEAST * RUN, WARPS, SLABS, BYTES, NORM,
+                    ROW, ORDERED, SUMS)  # fmt: skip
+    factor = gl.rsqrt(gl.sum(found.index(0).load(FOUND), 0) / WIDTH + eps) if NORM else 1.0
     for step in gl.static_range(STEPS):
-        tile = gl.program_id(0) + step * gl.num_programs(0)
+        tile = first + step * gl.num_programs(0)
         feature = tile * (TILES * 16) + gl.arange(0, TILES * 16, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))
         real = feature < NUM_FEATURES
-        added = feature
-        if RESIDUAL:
-            added = gl.load(residual + feature, mask=real, other=0.0)
+        added = gl.load(residual + feature, mask=real, other=0.0) if RESIDUAL else feature
         channels = (1.0, 1.0)
         if BYTES and GROUP == 0:
             channels = (gl.load(scales + feature, mask=real, other=0.0),
@@ -433,8 +504,8 @@ def codes_row_kernel(
         for turn in gl.static_range(TURNS):
             if step * TURNS + turn + AHEAD < STEPS * TURNS:
                 held = held + (  # type: ignore[assignment]  # noqa: RUF005
-                    _load_turn(weight, scales, tiles, step * TURNS + turn + AHEAD, TURNS, NUM_FEATURES, WIDTH, GROUP,
-                               SLABS, TILES, HALVES, WARPS, BYTES, WORDS, SUMS),
+                    _load_turn(weight, scales, first, tiles, runs, step * TURNS + turn + AHEAD, TURNS, LEAST,
+                               NUM_FEATURES, WIDTH, GROUP, SLABS, TILES, HALVES, WARPS, BYTES, WORDS, SUMS),
                 )  # fmt: skip
             words, pairs = held[step * TURNS + turn]  # type: ignore[var-annotated]
             if BYTES:
@@ -443,4 +514,8 @@ def codes_row_kernel(
                 sums = _add_codes(sums, words, pairs, _digits_of(places[turn].index(0), DIGITS, SUMS), OFFSETS,
                                   out.dtype.element_ty, SUMS)  # fmt: skip
         whole = _sum_of(sums, last, shared.index(step % 2), factor, TILES * 16, BYTES, SUMS, OUT)
-        _finish(whole, added, channels, bias, out, feature, real, NUM_FEATURES, BIAS, RESIDUAL, GATED, KIND, OUT)
+        complete = True
+        if PARTS > 1:
+            whole, complete = _of_all_parts(whole, partial, arrived, tile, part, PARTS, OUT)
+        if complete:
+            _finish(whole, added, channels, bias, out, feature, real, NUM_FEATURES, BIAS, RESIDUAL, GATED, KIND, OUT)

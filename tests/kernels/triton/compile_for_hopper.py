@@ -12,7 +12,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,14 @@ def code_rows(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         sizes = codes_row.CodesRowShape(16, 8, 1, 4, 2 if gated else 3)
         yield name, partial(codes_row.linear_codes_row, x, weight, None, residual, norm=gain, gated=gated, sizes=sizes,
                             pdl=True)
+    scratch = linear_prefetch.PrefetchScratch.allocate("cpu", 1 << 16)
+    words, pairs = torch.empty(1280, 8704, dtype=torch.int32), torch.empty(136, 5120, dtype=torch.int32)
+    weight = PackedCodes(words, pairs, 5120, 17408, 128, dtype, False)
+    x, residual = torch.empty(1, 17408, dtype=dtype), torch.empty(1, 5120, dtype=dtype)
+    for sizes in row_shapes(weight, False, plain=True):
+        if sizes.parts > 1:
+            yield f"code row in parts {' '.join(map(str, astuple(sizes)))}", partial(
+                codes_row.linear_codes_row, x, weight, None, residual, sizes=sizes, scratch=scratch, pdl=True)
 
 
 def code_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -29,8 +29,14 @@ def _prmt(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
     return found
 
 
+def _max_of_halves(a: Tensor, b: Tensor) -> Tensor:
+    """max.u16x2, the only one here."""
+    return torch.maximum(a >> 16, b >> 16) << 16 | torch.maximum(a & 0xFFFF, b & 0xFFFF)
+
+
 _OPERATIONS = {
-    "mov": lambda a: a, "shl": lambda a, b: a << b & _WHOLE, "xor": lambda a, b: a ^ b, "lop3": _lop3, "prmt": _prmt,
+    "mov": lambda a: a, "shl": lambda a, b: a << b & _WHOLE, "xor": lambda a, b: a ^ b, "and": lambda a, b: a & b,
+    "max": _max_of_halves, "lop3": _lop3, "prmt": _prmt,
 }  # fmt: skip
 
 

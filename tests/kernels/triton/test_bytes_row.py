@@ -26,9 +26,12 @@ CONSTANT = ("weight", "scales", "gain")
 
 
 def run(x: Tensor, weight: Tensor, scales: Tensor, sizes: CodesRowShape, **more: Any) -> Tensor:
-    assert fits_bytes(weight, scales, sizes, more.get("gated") is not None)
+    scratch = linear_prefetch.PrefetchScratch.allocate("cpu", 1 << 16)
+    assert fits_bytes(weight, scales, sizes, more.get("gated") is not None, more.get("norm") is not None, scratch)
     with interpreting(reversed_range, None, CONSTANT, ASSEMBLY):
-        return linear_bytes_row(x, weight, scales, sizes=sizes, pdl=True, **more)
+        found = linear_bytes_row(x, weight, scales, sizes=sizes, scratch=scratch, pdl=True, **more)
+    assert not scratch.arrived.any()
+    return found
 
 
 def bytes_of(features: int, width: int, seed: int = 3) -> Tensor:
@@ -50,6 +53,8 @@ def floats_of(weight: Tensor, scales: Tensor) -> Tensor:
         (96, 2176, False, CodesRowShape(32, 8, 2, 1, 0, 2)),
         (96, 1152, True, CodesRowShape(16, 4, 4, 2, 0, 9)),
         (64, 640, False, CodesRowShape(64, 2, 1, 9, 0, 9)),
+        (96, 2176, True, CodesRowShape(32, 4, 1, 2, 0, 1, 4)),  # 17 runs in turns of 4: parts of 8, 4, 4 and 1
+        (48, 704, False, CodesRowShape(16, 2, 1, 1, 0, 0, 3)),
     ],
 )
 def test_products_are_those_with_the_floats_that_bytes_and_scales_stand_for(
@@ -107,6 +112,9 @@ def test_zeros_infinities_and_nan_stay_what_they_are() -> None:
 def test_what_it_cannot_multiply() -> None:
     weight, scales, sizes = bytes_of(96, 512), torch.ones(96), CodesRowShape(16, 4)
     assert fits_bytes(weight, scales, sizes) and not fits_bytes(weight, scales, CodesRowShape(16, 8))  # four runs
+    parts, scratch = CodesRowShape(16, 2, 1, 1, 0, 0, 2), linear_prefetch.PrefetchScratch.allocate("cpu", 192)
+    assert fits_bytes(weight, scales, parts, scratch=scratch) and not fits_bytes(weight, scales, parts)
+    assert not fits_bytes(weight, scales, parts, normed=True, scratch=scratch)
     assert fits_bytes(weight, scales, sizes, True) and not fits_bytes(weight, scales, CodesRowShape(32, 4), True)
     assert fits_bytes(weight, torch.ones(96, 4), sizes) and not fits_bytes(weight, torch.ones(96, 8), sizes)
     assert not fits_bytes(weight.view(torch.int8), scales, sizes)

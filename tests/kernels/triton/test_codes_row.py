@@ -17,6 +17,7 @@ from quire.kernels.triton.activation import act_mul_reference
 from quire.kernels.triton.codes_row import CodesRowShape, fits, linear_codes_row
 from quire.kernels.triton.gemm_table import GemmChoice
 from quire.kernels.triton.linear_codes import PackedCodes, pack, unpacked
+from quire.kernels.triton.linear_prefetch import PrefetchScratch
 from quire.kernels.triton.norm import rms_norm_reference
 from quire.ops.triton import TritonOps
 from tests.kernels.triton import ptx
@@ -40,6 +41,14 @@ def assembled(text: str, outputs: int) -> Any:
     return run
 
 
+def larger(most: Value, bits: Value) -> Value:
+    """The same with `pack=2` of numbers of 16 bits: two neighbours are a word."""
+    words = [(each.data.long() & 0xFFFF).reshape(-1, 2) @ torch.tensor([1, 1 << 16]) for each in (most, bits)]
+    (found,) = ptx.run(kernel._LARGER.value, 1, words)
+    halves = torch.stack([found & 0xFFFF, found >> 16], -1)
+    return Value(halves.to(torch.int32).to(torch.int16).reshape(most.data.shape))
+
+
 def activated(x: Value, kind: int) -> Value:
     pairs = torch.stack([x.data, torch.ones_like(x.data)]).reshape(1, -1)
     return Value(act_mul_reference(pairs, KINDS[kind]).reshape(x.data.shape))
@@ -55,14 +64,21 @@ def asked(places: Pointer, size: Value, lines: Value) -> None:
 
 ASSEMBLY = {
     "_bytes": assembled(kernel._BYTES.value, 8), "_planes": assembled(kernel._PLANES.value, 3), "activate": activated,
-    "_ask": asked,
+    "_ask": asked, "_larger": larger,
 }  # fmt: skip
 
 
 def run(x: Tensor, packed: PackedCodes, sizes: CodesRowShape, **more: Any) -> Tensor:
-    assert fits(packed, sizes, more.get("gated") is not None)
-    with interpreting(reversed_range, None, ("weight", "scales", "gain"), ASSEMBLY):
-        return linear_codes_row(x, packed, sizes=sizes, pdl=True, **more)
+    """Programs in both orders: the bits are the same whichever part of a tile comes last, and no part is left over."""
+    scratch = PrefetchScratch.allocate("cpu", 1 << 16)
+    assert fits(packed, sizes, more.get("gated") is not None, more.get("norm") is not None, scratch)
+    found = []
+    for order in (range, reversed_range)[: 2 if sizes.parts > 1 else 1]:
+        with interpreting(order, None, ("weight", "scales", "gain"), ASSEMBLY):
+            found.append(linear_codes_row(x, packed, sizes=sizes, scratch=scratch, pdl=True, **more))
+        assert not scratch.arrived.any()
+    assert torch.equal(found[0], found[-1]) or not bool(found[0].isfinite().all())
+    return found[-1]
 
 
 def row(width: int, seed: int = 0) -> Tensor:
@@ -81,6 +97,12 @@ def row(width: int, seed: int = 0) -> Tensor:
         (48, 1536, 128, True, CodesRowShape(16, 2, 2, 4)),
         (80, 1152, 128, True, CodesRowShape(16, 4, 3, 2, 0, 5)),  # nine runs: the last turn is one warp's
         (128, 1408, 128, False, CodesRowShape(32, 8, 2, 1, 0, 1)),
+        (80, 1024, 128, True, CodesRowShape(32, 2, 1, 1, 0, 0, 2)),
+        (64, 2176, 128, True, CodesRowShape(32, 4, 1, 2, 0, 1, 4)),  # 17 runs in turns of 4: parts of 8, 4, 4 and 1
+        (96, 1408, 128, False, CodesRowShape(16, 2, 1, 1, 0, 2, 3)),
+        (48, 3072, 512, True, CodesRowShape(16, 2, 1, 9, 0, 0, 6)),
+        (32, 960, 64, False, CodesRowShape(16, 1, 1, 2, 0, 1, 7)),
+        (32, 4224, 128, False, CodesRowShape(16, 1, 1, 1, 0, 0, 3)),  # 11 turns of a part: its row is read twice
     ],
 )
 def test_products_with_codes_are_those_with_the_floats_they_stand_for(
@@ -169,6 +191,19 @@ def test_what_does_not_divide_is_left_to_the_other_kernel() -> None:
     assert not fits(pack(weight_of(64, 256, 32, False), torch.bfloat16), CodesRowShape(16, 4))
 
 
+def test_parts_of_tiles_are_for_what_can_be_added_up() -> None:
+    packed, scratch = pack(plain_weight(96, 512, offsets=False), torch.bfloat16), PrefetchScratch.allocate("cpu", 192)
+    halves = CodesRowShape(16, 2, 1, 1, 0, 0, 2)
+    assert fits(packed, halves, scratch=scratch) and not fits(packed, halves)  # no scratch
+    assert not fits(packed, halves, normed=True, scratch=scratch) and not fits(packed, halves, True, scratch=scratch)
+    assert not fits(packed, CodesRowShape(16, 2, 1, 1, 0, 0, 3), scratch=scratch)  # two turns
+    assert not fits(packed, CodesRowShape(16, 2, 2, 1, 0, 0, 2), scratch=scratch)  # two steps
+    assert not fits(packed, CodesRowShape(16, 1, 1, 1, 0, 0, 4), scratch=scratch)  # the scratch is too small
+    assert not fits(packed, CodesRowShape(16, 1, 1, 1, 0, 0, 0), scratch=scratch)
+    wide = pack(weight_of(64, 1536, 512, False), torch.bfloat16)
+    assert not fits(wide, CodesRowShape(16, 1, 1, 1, 0, 0, 2), scratch=scratch)  # a turn is half of a group
+
+
 def choices(monkeypatch: pytest.MonkeyPatch, **kernels: tuple[str, tuple[int, ...]]) -> list[str]:
     """A table that names these kernels by form at one row, and the ring for more; and what was launched of both."""
     launched: list[str] = []
@@ -196,7 +231,8 @@ def test_operations_run_the_kernel_that_the_table_names(monkeypatch: pytest.Monk
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
     named = ("norm_then_codes_row" if apart else "codes_row", (16, 4, 1, 2))
-    launched = choices(monkeypatch, plain=("codes_row", (16, 4, 1, 2)), norm=named, gated=named)
+    plain = (16, 2, 1, 1, 0, 0, 2) if apart else (16, 4, 1, 2)  # in two parts, or whole
+    launched = choices(monkeypatch, plain=("codes_row", plain), norm=named, gated=named)
     ops, weight = TritonOps("cpu", torch.bfloat16), plain_weight(96, 512, offsets=True)
     packed, floats = ops.pack_quantized([weight]), unpacked(pack(weight, torch.bfloat16)).float()
     x, residual, gain = row(512), row(96, 1), torch.rand(512) + 0.5
@@ -213,12 +249,12 @@ def test_operations_run_the_kernel_that_the_table_names(monkeypatch: pytest.Monk
 def test_the_ring_runs_what_the_table_or_the_shape_leaves_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("the GPU suite runs this compiled")
-    wide = ("codes_row", (16, 8, 1, 2))
-    launched = choices(monkeypatch, plain=wide, gated=wide)
+    wide, parts = ("codes_row", (16, 8, 1, 2)), ("codes_row", (16, 2, 1, 1, 0, 0, 2))
+    launched = choices(monkeypatch, plain=wide, gated=parts)
     ops, weight, gain = TritonOps("cpu", torch.bfloat16), plain_weight(96, 512, offsets=False), torch.ones(512)
     packed = ops.pack_quantized([weight])
     ops.linear(row(512), packed)  # eight warps do not share 512 columns
-    ops.norm_linear(row(512), gain, 1e-6, packed, "silu")
+    ops.norm_linear(row(512), gain, 1e-6, packed, "silu")  # a part of the columns has no norm
     ops.norm_linear(row(512), gain, 1e-6, packed)  # the table has no form with a norm
     assert launched == ["ring"] * 3
     ops = TritonOps("cpu", torch.bfloat16, deterministic=True)

@@ -25,7 +25,7 @@ from quire.kernels.triton.gemm_table import (
     lookup,
     table,
 )
-from quire.kernels.triton.linear_codes import CodesShape
+from quire.kernels.triton.linear_codes import CodesShape, PackedCodes
 from quire.kernels.triton.linear_prefetch import PrefetchShape
 from quire.kernels.triton.linear_row import RowShape
 from quire.kernels.triton.linear_stream import StreamShape
@@ -163,7 +163,6 @@ def test_every_prefetching_gemm_fits_the_chip(monkeypatch: pytest.MonkeyPatch) -
 def test_the_tuner_tries_several_kernels_of_one_row_on_every_weight_of_4_bits_and_of_fp8(coded: bool) -> None:
     """Not many, since each is compiled; all programs of most run at once; and none has too few registers."""
     from quire.bench.gpu.row_shapes import LEAST_PROGRAMS, row_shapes
-    from quire.kernels.triton.linear_codes import PackedCodes
 
     for model in MODELS:
         for form, features, width in weights_of(model)[:4] if model not in UNTUNED else ():
@@ -178,6 +177,23 @@ def test_the_tuner_tries_several_kernels_of_one_row_on_every_weight_of_4_bits_an
             assert len(at_once) >= least - 1
             # A narrow weight's turns are all in registers: nothing is left to fetch.
             assert any(shape.fetched for shape in shapes) or width < 4096
+
+
+def test_the_tuner_lets_programs_share_the_tiles_of_wide_weights_of_4_bits() -> None:
+    """Where neither a norm nor a gate is fused: a handful, whose programs all run at once."""
+    from quire.bench.gpu.row_shapes import row_shapes
+    from quire.kernels.triton.codes_row import fits
+    from quire.kernels.triton.linear_prefetch import PrefetchScratch
+
+    words, scratch = torch.empty(0, dtype=torch.int32), PrefetchScratch.allocate("meta")
+    for features, width in ((4096, 12288), (5120, 17408)):
+        weight = PackedCodes(words, words, features, width, 128, torch.bfloat16)
+        shared = [shape for shape in row_shapes(weight, False, plain=True) if shape.parts > 1]
+        assert 3 <= len(shared) <= 5 and all(fits(weight, shape, scratch=scratch) for shape in shared)
+        assert all(0.9 < features * shape.parts / (132 * shape.programs * shape.features) <= 1 for shape in shared)
+        assert all(shape.parts == 1 for shape in row_shapes(weight, False))
+    narrow = PackedCodes(words, words, 4096, 4096, 128, torch.bfloat16)
+    assert all(shape.parts == 1 for shape in row_shapes(narrow, False, plain=True))
 
 
 def test_a_wide_gemm_runs_in_the_library_where_its_kernel_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 from quire.bench.gpu import tile_shapes
 from quire.config import default_cache_dir
 from quire.kernels.triton import linear_fixed, linear_prefetch
+from quire.kernels.triton.codes_row import CodesRowShape
 from quire.kernels.triton.codes_tiles import CodesTilesShape
 
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
@@ -85,6 +86,20 @@ def test_a_row_of_codes_is_read_before_the_wait_and_multiplied_in_few_instructio
     found = dict(each.split(":") for each in kernel["resources"].split())
     assert int(found["STACK"]) <= 64 and int(found["REG"]) <= 128
     assert kernel["instructions"] <= most * 32 * loads  # of a thread: a load of 16 bytes has 32 weights
+
+
+def test_programs_that_share_a_tile_have_room_for_its_codes(compiled: dict[str, Any]) -> None:
+    """All that the tuner tries of a wide weight. Codes are read before the wait, two loads of 16 bytes for each turn
+    and 16 features. Barriers: for the digits, the sums, the parts, and for what the atomic says."""
+    shared = [name for name in compiled if name.startswith("code row in parts ")]
+    assert len(shared) >= 3
+    for name in shared:
+        kernel, sizes = compiled[name], CodesRowShape(*map(int, name.split()[4:-1]))
+        found = dict(each.split(":") for each in kernel["resources"].split())
+        assert int(found["STACK"]) <= 16 and int(found["REG"]) == sizes.registers, name
+        units = sizes.features // 16 * -(-17408 // (sizes.warps * 128) // sizes.parts)
+        assert (kernel["early_loads"], kernel["barriers"]) == (2 * sizes.ahead * sizes.features // 16, 4), name
+        assert kernel["byte_products"] == 4 * units and kernel["instructions"] <= 96 * units, name
 
 
 @pytest.mark.parametrize("name", ["byte row bfloat16", "byte row float16", "byte row gated bfloat16"])
