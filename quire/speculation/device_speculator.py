@@ -38,6 +38,8 @@ _PROBE_SHARE = 0.01
 """Share of the time that may go into finding out whether drafts of a model have begun to pay, at first."""
 _NEARLY_THERE = 16
 """Tokens that a draft model catches up with at about the cost of one."""
+_MANY_BEHIND = 100
+"""Tokens from which on reading them shows what one takes; at start it is measured with about as many."""
 _HORIZON = 64
 """Steps over which catching up with a text should pay for itself: how long one goes on nobody knows."""
 _TEXT_SHARE, _KNOWN_TRIES = 0.02, 16
@@ -68,6 +70,8 @@ class DeviceSpeculator(Speculator):
         self.seconds_behind = 0.0
         """What the model takes to catch up, for each token of text that it has not seen. This and `drafting` are for a
         machine as busy as it was at first; `StepCosts.factor` says how busy it is."""
+        self._to_begin = 0.0
+        """What it takes beside that, however few they are."""
         self._seen: dict[Sequence, int] = {}
         self._behind = 0
         self.drafting = StepCosts(grows_like=self.times)
@@ -212,7 +216,8 @@ class DeviceSpeculator(Speculator):
         return self._catching_up([seq]) / max(_TEXT_SHARE * answer * self.times.estimate(num_decoding), 1e-9)
 
     def _catching_up(self, sequences: list[Sequence]) -> float:
-        return self.times.factor * self.seconds_behind * sum(map(self._lacks, sequences))
+        behind = sum(map(self._lacks, sequences))
+        return self.times.factor * (self.seconds_behind * behind + (self._to_begin if behind else 0.0))
 
     def _tree_in(self, nodes: int) -> TreeShape | None:
         """The tree that each of the sequences may have, where so many nodes are left for it."""
@@ -340,13 +345,19 @@ class DeviceSpeculator(Speculator):
             return
         believed = self.times.estimate(load.tokens) + passes * factor * self.drafting.estimate(load.drafting)
         if load.behind:
-            found = max(0.0, seconds - believed) / load.behind / factor
-            self.seconds_behind += 0.5 * (found - self.seconds_behind)
+            self._learn_reading(load.behind, max(0.0, seconds - believed) / factor)
             return
         # How much of it was drafting cannot be seen here: both parts are believed to have changed alike.
         ratio = seconds / believed
         self.drafting.observe(load.drafting, ratio * self.drafting.estimate(load.drafting))
         self.times.follow(ratio)
+
+    def _learn_reading(self, behind: int, seconds: float) -> None:
+        """Few tokens show what it takes to begin, many what each takes."""
+        if behind < _MANY_BEHIND:
+            self._to_begin += 0.5 * (max(0.0, seconds - self.seconds_behind * behind) - self._to_begin)
+        else:
+            self.seconds_behind += 0.5 * (max(0.0, seconds - self._to_begin) / behind - self.seconds_behind)
 
     def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
         """Where a chain was cut, a draft that was not offered has not hit: what counts is what asking for it brings."""

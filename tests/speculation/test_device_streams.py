@@ -30,8 +30,8 @@ def cost(rows: int) -> float:
     if rows > ROWS[-1]:
         return rows * 2.6e-6
     place = min(max(1, bisect(ROWS, rows)), len(ROWS) - 1)
-    low, high = ROWS[place - 1], ROWS[place]
-    return 1e-3 * (MILLISECONDS[place - 1] + (MILLISECONDS[place] - MILLISECONDS[place - 1]) * (rows - low) / (high - low))
+    share = (rows - ROWS[place - 1]) / (ROWS[place] - ROWS[place - 1])
+    return 1e-3 * (MILLISECONDS[place - 1] + (MILLISECONDS[place] - MILLISECONDS[place - 1]) * share)
 
 
 @dataclass
@@ -113,10 +113,11 @@ class Gpu:
 
     def _hits(self, place: int) -> bool:
         """Of ten drafts at a place exactly its share is right."""
-        chances = self.chances if self.steps < self.later[0] else self.later[1]
+        if self.steps >= self.later[0] and self.chances != self.later[1]:
+            self.chances, self._dealt = self.later[1], {}
         left = self._dealt.setdefault(place, [])
         if not left:
-            right = round(10 * chances[place])
+            right = round(10 * self.chances[place])
             left += [(7 * i) % 10 < right for i in range(10)]
         return left.pop()
 
@@ -137,12 +138,16 @@ def gains(streams: int, **more: object) -> tuple[float, float]:
     return plain / always, plain / adaptive
 
 
-@pytest.mark.parametrize("host", [0.03e-3, 0.05e-3])
-@pytest.mark.parametrize("chances", [GOOD, (0.5, 0.5, 0.5, 0.5), POOR], ids=["good", "half", "poor"])
-def test_64_streams_where_drafts_do_not_pay_hardly_pay_for_finding_out(host: float, chances: tuple[float, ...]) -> None:
-    """Answers of 160 tokens, the first that this engine gives."""
-    always, adaptive = gains(64, host=host, chances=chances)
-    assert always < 0.95 and adaptive > 0.98
+@pytest.mark.parametrize(("chances", "tokens", "host", "least"), [
+    (GOOD, 160, 0.03e-3, 0.985), (GOOD, 160, 0.05e-3, 0.985), (GOOD, 1000, 0.05e-3, 0.99),
+    ((0.5, 0.5, 0.5, 0.5), 160, 0.05e-3, 0.97), (POOR, 160, 0.05e-3, 0.97), (POOR, 1000, 0.05e-3, 0.99),
+])
+def test_64_streams_where_drafts_do_not_pay_hardly_pay_for_finding_out(
+    chances: tuple[float, ...], tokens: int, host: float, least: float
+) -> None:
+    """The first answers that an engine gives. Who was tried in vain ends two steps after the others: 1% of 160."""
+    always, adaptive = gains(64, host=host, chances=chances, tokens=tokens)
+    assert always < 0.95 and adaptive > least
 
 
 def test_a_try_makes_no_other_sequence_wait() -> None:
@@ -174,14 +179,14 @@ def test_streams_whose_prompts_came_one_after_another_have_their_drafts_in_the_s
     assert always > 0.9 * at_once and adaptive > 0.9 * at_once
     gpu = Gpu(streams, head(False), prompts_in_step=streams // 4)
     gpu.run()
-    assert sum(count == streams for count in gpu.drafting) > 0.8 * len(gpu.drafting)
+    assert sum(count == streams for count in gpu.drafting) > 0.7 * len(gpu.drafting)
 
 
 @pytest.mark.parametrize("streams", [4, 8])
 def test_drafts_that_begin_to_hit_are_found_out(streams: int) -> None:
-    gpu = Gpu(streams, head(), tokens=1500, chances=(0.1,) * 4, later=(200, GOOD))
+    gpu = Gpu(streams, head(), tokens=2000, chances=(0.1,) * 4, later=(200, GOOD))
     gpu.run()
-    assert gpu.steps < 1100
+    assert gpu.steps < 1500
     assert sum(gpu.drafting[20:200]) < 12  # until then there were tries
 
 
