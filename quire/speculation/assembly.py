@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from quire.errors import ConfigError
+from quire.speculation.device_speculator import DeviceSpeculator
 from quire.speculation.ngram import NgramSource
 from quire.speculation.options import NGRAM, REJECTION, SUFFIX, SpeculationOptions
-from quire.speculation.speculator import DeviceSpeculator, LookupSpeculator, Speculator
+from quire.speculation.speculator import LookupSpeculator, Speculator
 from quire.speculation.suffix import SuffixSource
 
 

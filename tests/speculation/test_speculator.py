@@ -14,8 +14,9 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import EntryResult, StepPlan, StepResult
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
+from quire.speculation.device_speculator import DeviceSpeculator
 from quire.speculation.ngram import NgramSource
-from quire.speculation.speculator import DeviceSpeculator, LookupSpeculator, Speculator
+from quire.speculation.speculator import LookupSpeculator, Speculator
 from quire.speculation.tree import path_along
 
 Cost = Callable[[int], float]

@@ -8,8 +8,9 @@ import pytest
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import Request
+from quire.speculation.device_speculator import DeviceSpeculator
 from quire.speculation.ngram import NgramSource
-from quire.speculation.speculator import DeviceSpeculator, LookupSpeculator
+from quire.speculation.speculator import LookupSpeculator
 from quire.speculation.tree import TreeShape
 from tests.speculation.test_speculator import Cost, compute_bound, free, memory_bound, repeating, speedup
 

@@ -10,7 +10,8 @@ from quire.kvcache.move_cost import MoveCost
 from quire.models.spec import DecoderSpec
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import HOST, BlockMove, PlanEntry, RowStart, StepPlan, TableDiff, TransferStart
-from quire.speculation.speculator import DeviceSpeculator, Speculator
+from quire.speculation.device_speculator import DeviceSpeculator
+from quire.speculation.speculator import Speculator
 from quire.worker.memory import PoolSize, groups_with_draft
 
 _PROMPT_TOKENS = 128

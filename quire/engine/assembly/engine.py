@@ -29,6 +29,7 @@ from quire.scheduler.preemption import Preemption, PreemptionMode
 from quire.scheduler.queue import QUEUES
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.assembly import build_speculator
+from quire.speculation.device_speculator import DeviceSpeculator
 from quire.structured.compiler import CompileLimits, GrammarCompiler
 from quire.structured.isolated import IsolatedGrammars
 from quire.structured.packets import CellLimits
@@ -80,6 +81,8 @@ def _connect_rooms(config: EngineConfig, source: ModelSource, worker: ModelWorke
     cost = measure_move_cost(executor, config, worker.spec, worker.pool)
     cache = build_cache(config, worker.spec, worker.pool, cost)
     speculator = build_speculator(config.speculation.options, draft_rows(config))
+    if isinstance(speculator, DeviceSpeculator):
+        speculator.joined = config.parallel.pipeline_parallel_size == 1  # each stage has drafts of its own to judge
     if speculator is not None and speculator.adaptive and config.model.executor != "dummy":
         measure_step_times(speculator, executor, config, worker.spec, worker.pool)
     if has_pool(config):
