@@ -25,6 +25,7 @@ from torch import Tensor
 from quire.kernels.cuda import nvrtc
 from quire.kernels.cuda.driver import DriverError, Kernel, Launch, TensorMap
 from quire.kernels.slices import Slices
+from quire.kernels.triton.linear_prefetch import multiprocessors
 
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 COLUMNS, BLOCK_ROWS = 64, 128
@@ -46,8 +47,8 @@ _FILES = ("wide_ring.cu", "wide_slices.cu", "wide_gemm.cu")
 @dataclass(frozen=True, slots=True)
 class WideShape:
     """How a GEMM runs: 128 or 256 rows (`row_blocks`) by `features` of a tile, stages of the ring, tiles of rows and of
-    features in a cluster, thread blocks that divide a tile's columns. Of sums in slices: whether warp groups take them
-    in turn, and whether the sums of nodes wait in shared memory first."""
+    features in a cluster, thread blocks that divide a tile's columns. Of sums in slices (1 or 0): whether warp groups take
+    them in turn, and whether the sums of nodes wait in shared memory first."""
 
     row_blocks: int = 1
     features: int = 128
@@ -55,14 +56,13 @@ class WideShape:
     cluster_rows: int = 1
     cluster_features: int = 1
     parts: int = 1
-    ordered: bool = False
-    kept: bool = False
+    ordered: int = 0
+    kept: int = 0
 
     @classmethod
     def of(cls, sizes: Sequence[int]) -> WideShape:
         """As a table has them."""
-        numbers, flags = sizes[:6], sizes[6:]
-        return cls(*numbers, *map(bool, flags))
+        return cls(*sizes)
 
     @property
     def rows(self) -> int:
@@ -240,13 +240,10 @@ def fits(x: Tensor, weight: Tensor, variant: Variant | None, deep: Tensor | None
         return False
     known = x.dtype == weight.dtype == torch.bfloat16 and x.is_contiguous() and weight.is_contiguous()
     aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    room = variant.deep_floats * multiprocessors(x.device) <= (0 if deep is None else deep.numel())
-    return known and aligned and room and can_compute(x.shape[0], weight.shape[0], weight.shape[1], variant)
-
-
-@lru_cache(maxsize=8)
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    if not known or not aligned or not can_compute(x.shape[0], weight.shape[0], weight.shape[1], variant):
+        return False
+    needed = variant.deep_floats
+    return not needed or (deep is not None and needed * multiprocessors(x.device) <= deep.numel())
 
 
 def linear_wide(

@@ -37,13 +37,13 @@ def test_every_candidate_can_compute_its_gemm() -> None:
     ],
 )
 def test_what_has_no_kernel_is_refused(shape: tuple[int, ...], gated: bool) -> None:
-    assert not can_compute(256, 24576, 4096, WideShape(*shape), gated)
+    assert not can_compute(256, 24576, 4096, Variant(WideShape(*shape), gated=gated))
 
 
 def test_widths_that_the_copy_engine_cannot_step_over_are_refused() -> None:
-    assert can_compute(256, 4096, 4104, WideShape())
-    assert not can_compute(256, 4096, 4100, WideShape())
-    assert not can_compute(256, 4100, 4096, WideShape())
+    assert can_compute(256, 4096, 4104, Variant(WideShape()))
+    assert not can_compute(256, 4096, 4100, Variant(WideShape()))
+    assert not can_compute(256, 4100, 4096, Variant(WideShape()))
 
 
 def compile_with(nvcc: str, variant: Variant, folder: Path) -> str:
