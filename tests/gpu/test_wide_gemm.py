@@ -4,6 +4,7 @@ the bits of deterministic mode's kernels where one thread block has all columns.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 if torch.cuda.is_available():
     from quire.bench.gpu.fixed_wide_shapes import gated_shapes, wide_shapes
-    from quire.kernels.cuda.wide_gemm import Variant, WideShape, available, fits, linear_wide, variant_of
+    from quire.kernels.cuda.wide_gemm import Variant, WideShape, available, fits, linear_wide, stack_bytes, variant_of
     from quire.kernels.slices import Slices
     from quire.kernels.triton import activation, fixed_table, fixed_tiles, linear_fixed, norm
     from quire.ops.triton import TritonOps
@@ -226,3 +227,9 @@ def test_the_table_of_deterministic_mode_changes_no_bit_in_a_graph_or_out_of_it(
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(found, want)
+
+
+def test_this_machines_compiler_finds_registers_for_every_sum_in_slices() -> None:
+    for name, *sizes in SLICED:
+        for variant in _sliced_variants(getattr(Slices, name)(*sizes)):
+            assert stack_bytes(replace(variant, early=True), torch.cuda.current_device()) == 0, variant

@@ -47,8 +47,8 @@ _FILES = ("wide_ring.cu", "wide_slices.cu", "wide_gemm.cu")
 @dataclass(frozen=True, slots=True)
 class WideShape:
     """How a GEMM runs: 128 or 256 rows (`row_blocks`) by `features` of a tile, stages of the ring, tiles of rows and of
-    features in a cluster, thread blocks that divide a tile's columns. Of sums in slices (1 or 0): whether warp groups take
-    them in turn, and whether the sums of nodes wait in shared memory first."""
+    features in a cluster, thread blocks that divide a tile's columns. Of sums in slices (1 or 0): whether warp groups
+    take them in turn, and whether the sums of nodes wait in shared memory first."""
 
     row_blocks: int = 1
     features: int = 128
@@ -302,3 +302,9 @@ def clusters_at_once(variant: Variant, device: int) -> int:
     """How many clusters of a kernel this chip runs at the same time; 0 without the kernel."""
     loaded = _loaded(variant, device)
     return 0 if loaded is None else loaded.most_clusters
+
+
+def stack_bytes(variant: Variant, device: int) -> int:
+    """Of a thread: what the compiler on this machine found no registers for."""
+    loaded = _loaded(variant, device)
+    return 0 if loaded is None else loaded.kernel.stack
