@@ -18,6 +18,12 @@ static_assert(SLICES == 1 || SLICE_TURNS > 0, "a slice has no turns");
 static_assert(!ORDERED || (SLICES > 1 && SLICE_TURNS <= STAGES && SLICE_TURNS <= 4), "too long to be taken in order");
 static_assert(TILE_SUMS % 4 == 0 || PLACES == 0, "sums are put away in fours");
 
+// Sums are there from here on: the compiler must not read them before the wait.
+__device__ __forceinline__ void arrived(float (&sums)[ROW_BLOCKS][SUMS]) {
+#pragma unroll
+    for (int i = 0; i < TILE_SUMS; ++i) asm volatile("" : "+f"((&sums[0][0])[i])::"memory");
+}
+
 struct Multiplier {
     u32 ring;
     Barriers& barriers;
@@ -72,6 +78,7 @@ struct Multiplier {
             before = now.stage;
         }
         wait_for_products<0>();
+        arrived(sums);
         release(before);
     }
 
@@ -91,6 +98,7 @@ struct Multiplier {
         for (int turn = 1; turn < SLICE_TURNS; ++turn) issue<false>(sums, stages[turn]);
         arrive(&barriers.order[1 - group], threadIdx.x % 32 == 0);
         wait_and_release<0>(stages);
+        arrived(sums);
     }
 
     template <int TURN>

@@ -102,8 +102,8 @@ def shared_bytes(tiles: FixedTiles, unit: _Unit, itemsize: int = 2) -> int:
 
 @dataclass(slots=True)
 class TileScratch:
-    """Sums of many slices, of each program: three of a tile of 128 x 256, as the GEMM in CUDA C may have too. One for all
-    GEMMs of a device."""
+    """Sums of many slices, of each program: three of a tile of 128 x 256, as the GEMM in CUDA C may have too. One for
+    all GEMMs of a device."""
 
     deep: Tensor
 
