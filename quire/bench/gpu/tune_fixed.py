@@ -86,14 +86,20 @@ def measure(
 
 def best(line: dict[str, Any]) -> dict[str, Any] | None:
     """The table's entry of what was timed: the fastest kernel of ours that gave all bits."""
-    ours = {name: way for name, way in line["ways"].items() if "kernel" in way and way["same"] == 1.0}
+    ours = _of_ours(line["ways"])
     if not ours:
         return None
-    name = min(ours, key=lambda each: ours[each]["us"])
+    name = min(ours, key=lambda each: ours[each])
+    chosen = line["ways"][name]
     before = line["ways"].get(APART if line.get("gate") else FIXED, {}).get("us")
     kept = ("rows", "features", "width", "slices", *(("gate",) if line.get("gate") else ()))
-    return {**{key: line[key] for key in kept}, "kernel": ours[name]["kernel"],
-            "sizes": ours[name]["sizes"], "us": [ours[name]["us"], before]}
+    return {**{key: line[key] for key in kept}, "kernel": chosen["kernel"], "sizes": chosen["sizes"],
+            "us": [chosen["us"], before]}
+
+
+def _of_ours(ways: dict[str, Any]) -> dict[str, float]:
+    """Microseconds of what the table may name: kernels of ours that gave all bits."""
+    return {name: way["us"] for name, way in ways.items() if "kernel" in way and way["same"] == 1.0}
 
 
 def _slices(model: str, index: int) -> Any:
@@ -128,7 +134,7 @@ class Bench:
         from quire.kernels.triton.activation import act_mul
         from quire.kernels.triton.linear_fixed import FixedShape, linear_fixed
 
-        ours = {name: way["us"] for name, way in gemms.items() if "kernel" in way and way["same"] == 1.0}
+        ours = _of_ours(gemms)
         if not ours:
             return {}
         fastest = self.ways[min(ours, key=lambda name: ours[name])]
@@ -160,7 +166,7 @@ class Bench:
 
     def _time_under_load(self, found: dict[str, Any]) -> None:
         """Replaces the times of the fastest of ours and of what is as fast; others are out of the race."""
-        most = _CLOSE * min((way["us"] for way in found.values() if "kernel" in way), default=0.0)
+        most = _CLOSE * min(_of_ours(found).values(), default=0.0)
         for name, way in found.items():
             way["short_us"] = way["us"]
             if way["us"] <= most:
