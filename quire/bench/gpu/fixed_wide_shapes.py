@@ -6,7 +6,7 @@ from typing import Any
 
 Sizes = tuple[int, ...]
 """Row blocks, features, stages, tiles of rows and of features in a cluster, parts; with slices also whether warp groups
-take them in turn and whether sums of nodes wait in shared memory."""
+take them one after the other and whether sums of nodes wait in shared memory."""
 _ONE_TILE, _TWO_TILES = 128, 256
 _HEAD = 128
 """Columns of the longest slice that warp groups take in turn."""
@@ -25,8 +25,8 @@ _RANGES: dict[int, tuple[Sizes, ...]] = {
     _ONE_TILE: ((1, 64, 9, 1, 1, 2, 0, 0), (1, 32, 11, 1, 2, 1, 0, 0)),
     _TWO_TILES: ((1, 128, 7, 1, 1, 2, 0, 0), (1, 144, 6, 2, 1, 2, 0, 0), (1, 64, 9, 2, 1, 1, 0, 0)),
 }
-_MANY_RANGES: tuple[Sizes, ...] = ((1, 128, 7, 2, 1, 1, 0, 0), (1, 192, 5, 2, 1, 1, 0, 0), (1, 192, 5, 1, 2, 1, 0, 0),
-                                   (1, 256, 4, 2, 1, 1, 0, 0))
+_MANY_RANGES: tuple[Sizes, ...] = ((1, 128, 7, 2, 1, 1, 0, 0), (1, 128, 7, 2, 1, 1, 1, 0), (1, 192, 5, 2, 1, 1, 0, 0),
+                                   (1, 192, 5, 2, 1, 1, 1, 0), (1, 256, 4, 2, 1, 1, 0, 0), (1, 256, 4, 2, 1, 1, 1, 0))
 _GATES: dict[int, tuple[Sizes, ...]] = {
     _ONE_TILE: ((1, 192, 5, 1, 2, 1), (1, 192, 5, 1, 1, 1)),
     _TWO_TILES: ((2, 192, 4, 1, 2, 1), (2, 192, 4, 1, 1, 1), (1, 256, 4, 2, 1, 1)),

@@ -37,7 +37,8 @@ _LARGE, _THREADS, _LARGE_THREADS = 96, 288, 384
 _INNER = ((64, 4), (96, 2), (192, 1))
 """Sums of a thread in a tile, and how many slices of so many add up in registers (`INNER`)."""
 _SHORT = 4
-"""Turns of a slice that warp groups may take in order."""
+"""Turns of a slice that warp groups take one after the other (`SHORT`); in a longer one the second group is a few turns
+behind."""
 _MOST_NODES = 16
 _HOPPER = 9
 _MOST_MAPS = 4096
@@ -218,7 +219,8 @@ def variant_of(
         return None
     if shape.parts > 1 and found.run & (found.run - 1):
         return None
-    return None if shape.ordered and length > min(_SHORT, shape.stages) else found
+    in_order = length <= shape.stages if length <= _SHORT else length >= shape.stages
+    return found if in_order or not shape.ordered else None
 
 
 def can_compute(rows: int, features: int, width: int, variant: Variant) -> bool:

@@ -7,7 +7,8 @@
 // Every thread puts away and takes back its own sums, so nobody waits for anybody.
 //
 // ORDERED: a slice of one head is two turns. If both warp groups ended it at once, the tensor cores would rest while
-// both add; so a group begins its slice when the other has issued all of its own.
+// both add; so a group begins its slice when the other has issued all of its own. In a long slice the second group is
+// LEAD turns behind the first.
 
 constexpr int bits_of(int value) { return value ? 1 + bits_of(value / 2) : 0; }
 constexpr int PLACES = bits_of(NODES - 1);
@@ -15,7 +16,10 @@ constexpr int DEEP_PLACES = PLACES > KEPT ? PLACES - KEPT : 0;
 constexpr int DEEP_SUMS = DEEP_PLACES * TILE_SUMS * GROUPS * GROUP_THREADS;
 
 static_assert(SLICES == 1 || SLICE_TURNS > 0, "a slice has no turns");
-static_assert(!ORDERED || (SLICES > 1 && SLICE_TURNS <= STAGES && SLICE_TURNS <= 4), "too long to be taken in order");
+constexpr bool SHORT = SLICE_TURNS <= 4;
+constexpr int LEAD = ORDERED && !SHORT ? (STAGES + 1) / 3 : 0;
+
+static_assert(!ORDERED || (SLICES > 1 && (SHORT ? SLICE_TURNS <= STAGES : SLICE_TURNS >= STAGES)), "no such order");
 static_assert(TILE_SUMS % 4 == 0 || PLACES == 0, "sums are put away in fours");
 
 // Sums are there from here on: the compiler must not read them before the wait.
@@ -62,17 +66,31 @@ struct Multiplier {
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     }
 
+    // The second group waits until the first has issued LEAD turns of a slice. Without a phase that is over twice: the
+    // first cannot be a slice ahead, since no ring is longer than a slice.
+    __device__ __forceinline__ void keep_behind() {
+        if (group == 1) wait_for(&barriers.order[1], turn_of_mine);
+        turn_of_mine ^= 1;
+    }
+
+    __device__ __forceinline__ void tell_behind(int turn) const {
+        arrive(&barriers.order[1], group == 0 && turn == LEAD - 1 && threadIdx.x % 32 == 0);
+    }
+
     // Sums over the next turns, from zero.
     __device__ __forceinline__ void sum(float (&sums)[ROW_BLOCKS][SUMS], int turns) {
         wait_for(&barriers.full[now.stage], now.phase);
+        if (LEAD) keep_behind();
         begin_products();
         issue<true>(sums, now.stage);
+        if (LEAD) tell_behind(0);
         int before = now.stage;
         now.next();
         for (int turn = 1; turn < turns; ++turn, now.next()) {
             wait_for(&barriers.full[now.stage], now.phase);
             begin_products();
             issue<false>(sums, now.stage);
+            if (LEAD) tell_behind(turn);
             wait_for_products<1>();
             release(before);
             before = now.stage;
@@ -109,7 +127,7 @@ struct Multiplier {
     }
 
     __device__ __forceinline__ void sum_slice(float (&sums)[ROW_BLOCKS][SUMS]) {
-        if constexpr (ORDERED) {
+        if constexpr (ORDERED && SHORT) {
             sum_in_order(sums);
         } else {
             sum(sums, SLICE_TURNS);
