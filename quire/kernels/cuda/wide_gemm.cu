@@ -9,8 +9,9 @@
 // Compiled at run time (wide_gemm.py), so there are no headers. What is not said here is defined in front of this file:
 // ROW_BLOCKS, FEATURES, CLUSTER_ROWS, CLUSTER_FEATURES, PARTS, STAGES, GATED, ROUNDED (the gate takes sums rounded to
 // bf16, as a kernel of its own would), RESIDUAL, EARLY (started while the previous kernel runs), WATCHED (an endless
-// wait is an error), SLICES, SLICE_TURNS, ORDERED, KEPT (see wide_slices.cu), and multiply() and multiply_first(), one
-// tensor core instruction that adds to the sums or begins them. wide_ring.cu and wide_slices.cu come before this file.
+// wait is an error), SLICES, SLICE_TURNS, KEPT (see wide_slices.cu), ORDERED (see wide_multiply.cu), and multiply() and
+// multiply_first(), one tensor core instruction that adds to the sums or begins them. These two files and wide_ring.cu
+// come before this one.
 
 // ---- what becomes of the sums
 

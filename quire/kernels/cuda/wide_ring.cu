@@ -16,22 +16,12 @@ constexpr int OUT_FEATURES = GATED ? FEATURES / 2 : FEATURES;
 constexpr int SUMS = FEATURES / 2;  // of a thread in one block of 64 rows
 constexpr int TILE_SUMS = ROW_BLOCKS * SUMS;
 constexpr int GROUPS = 2, GROUP_THREADS = 128;
-// Of sums in slices (wide_slices.cu): slices of this block, how many add up in registers, nodes of so many.
-constexpr int RUN = SLICES == 1 ? 1 : SLICES / PARTS;
-constexpr int MOST_INNER = TILE_SUMS <= 64 ? 4 : TILE_SUMS <= 96 ? 2 : 1;
-constexpr int INNER = RUN < MOST_INNER ? RUN : MOST_INNER;
-constexpr int NODES = RUN / INNER;
-// Many sums take more registers than an equal share: a whole warp group loads then, and leaves most of its own.
-constexpr bool LARGE = TILE_SUMS * (INNER == 4 ? 3 : INNER) > 96;
 constexpr int PLACE_BYTES = 4 * GROUPS * GROUP_THREADS;  // of one sum of every multiplying thread
-constexpr int THREADS = GROUPS * GROUP_THREADS + (LARGE ? GROUP_THREADS : 32);
 constexpr int BAND = 8;  // tiles of rows that go over the weight together: the L2 cache keeps their part of it
 
 static_assert(CLUSTER_ROWS <= 2 && CLUSTER <= 8 && (CLUSTER & (CLUSTER - 1)) == 0 && PARTS <= 4, "no such cluster");
 static_assert(FEATURES % 16 == 0 && FEATURES <= 256, "no such tile");
 static_assert(W_PIECE_BYTES % 1024 == 0 && X_PIECE_BYTES % 1024 == 0, "a piece must be whole atoms of the swizzle");
-static_assert((SLICES == 1 || RUN * PARTS == SLICES) && NODES * INNER == RUN && (INNER & (INNER - 1)) == 0, "no such share of slices");
-static_assert(PARTS == 1 || SLICES == 1 || (RUN & (RUN - 1)) == 0, "a part must be a node of the tree");
 static_assert(PARTS == 1 || (!GATED && ROW_BLOCKS * SUMS % (4 * PARTS) == 0), "no such share of the sums");
 
 typedef unsigned int u32;
