@@ -180,6 +180,9 @@ class TritonOps(Ops):
             if fixed_tiles.fits(x, w.weight, w.slices, tiles, scratch, deep):
                 return fixed_tiles.linear_fixed_tiles(
                     x, w.weight, w.bias, residual, w.slices, tiles=tiles, scratch=scratch, deep=deep, pdl=early)
+        if choice.kernel == fixed_table.WIDE and deep is not None:
+            variant = wide_gemm.variant_of(wide_gemm.WideShape.of(choice.sizes), w.in_features, w.slices)
+            return self._wide_gemm(variant, x, w, residual, None, deep.deep)
         if choice.kernel == fixed_table.FIXED and choice.sizes and residual is None:
             *sizes, parts = choice.sizes
             shape = linear_fixed.FixedShape(*sizes)
@@ -220,7 +223,8 @@ class TritonOps(Ops):
             if found is not None:
                 return found
         if choice.kernel == gemm_table.WIDE:
-            found = self._wide_gemm(choice, x, w, residual, out)
+            shape = wide_gemm.WideShape.of(choice.sizes)
+            found = self._wide_gemm(wide_gemm.variant_of(shape, w.in_features), x, w, residual, out)
             if found is not None:
                 return found
         if choice.kernel == "stream":
@@ -246,17 +250,30 @@ class TritonOps(Ops):
         )
 
     def _wide_gemm(
-        self, choice: GemmChoice, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None,
-        gated: bool = False,
+        self, variant: wide_gemm.Variant | None, x: Tensor, w: DeviceLinear, residual: Tensor | None,
+        out: Tensor | None, deep: Tensor | None = None,
     ) -> Tensor | None:
         """None if that kernel cannot run."""
-        shape = wide_gemm.WideShape.of(choice.sizes)
-        if w.bias is not None or (out is not None and not out.is_contiguous()):
+        if variant is None or w.bias is not None or (out is not None and not out.is_contiguous()):
             return None
-        if not wide_gemm.available(x.device, x.dtype) or not wide_gemm.fits(x, w.weight, shape, gated):
+        if not wide_gemm.available(x.device, x.dtype) or not wide_gemm.fits(x, w.weight, variant, deep):
             return None
         return wide_gemm.linear_wide(
-            x, w.weight, residual, shape=shape, gated=gated, out=out, pdl=self._early(x.shape[0]))
+            x, w.weight, residual, variant=variant, deep=deep, out=out, pdl=self._early(x.shape[0]))
+
+    def _gated_choice(self, x: Tensor, w: DeviceLinear) -> wide_gemm.Variant | None:
+        """The kernel that has the gate in it, where that is fastest. Deterministic mode rounds in between, as it does
+        with two kernels."""
+        rows, features, width = x.shape[0], w.out_features, w.in_features
+        choice: GemmChoice | fixed_table.FixedChoice | None = None
+        if not self.deterministic:
+            choice = gemm_table.lookup(rows, features, width, x.dtype, gemm_table.GATE)
+        elif self._fixed_prefetch:
+            choice = fixed_table.lookup_gate(rows, features, width)
+        if choice is None or choice.kernel != gemm_table.WIDE:
+            return None
+        shape = wide_gemm.WideShape.of(choice.sizes)
+        return wide_gemm.variant_of(shape, width, gated=True, rounded=self.deterministic)
 
     def _known(self, choice: GemmChoice, x: Tensor, w: DeviceLinear, gated: bool = False) -> GemmChoice:
         """The same, or another kernel where the one that streams weights does not run or cannot multiply such a one."""
@@ -334,12 +351,10 @@ class TritonOps(Ops):
         return rows if rows is not None else self.act_mul(gate_up, kind)
 
     def gated_linear(self, x: Any, w: Any, kind: str, reader: Any = None) -> Any:
-        if kind == "silu" and isinstance(w, DeviceLinear) and not self.deterministic:
-            choice = gemm_table.lookup(x.shape[0], w.out_features, w.in_features, x.dtype, gemm_table.GATE)
-            if choice.kernel == gemm_table.WIDE and not isinstance(reader, QuantizedLinear):
-                found = self._wide_gemm(choice, x, w, None, None, gated=True)
-                if found is not None:
-                    return found
+        if kind == "silu" and isinstance(w, DeviceLinear) and not isinstance(reader, QuantizedLinear):
+            found = self._wide_gemm(self._gated_choice(x, w), x, w, None, None)
+            if found is not None:
+                return found
         return super().gated_linear(x, w, kind, reader)
 
     def act_mul(self, gate_up: Tensor, kind: str) -> Tensor:

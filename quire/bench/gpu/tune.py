@@ -152,6 +152,25 @@ def graphs_seconds(ways: list[list[Callable[[], Any]]], rounds: int = 7) -> list
     return [middle / len(calls) for middle, calls in zip(middles, ways, strict=True)]
 
 
+def sustained_seconds(calls: list[Callable[[], Any]], seconds: float) -> float:
+    """The same under load: replays for so long, of which the second half counts, when the clock has fallen to what the
+    chip can keep up."""
+    import torch
+
+    graph = captured(calls)
+    replay_seconds(graph)
+    half = max(1, math.ceil(seconds / 2 / replay_seconds(graph)))
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(half):
+        graph.replay()
+    begin.record()
+    for _ in range(half):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / half / len(calls)
+
+
 def captured(calls: list[Callable[[], Any]]) -> Any:
     import torch
 

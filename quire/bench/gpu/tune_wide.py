@@ -67,13 +67,13 @@ def called(shape: Shape) -> str:
 
 
 def jobs(counts: list[int], names: list[str]) -> Iterator[tuple[int, str, Shape]]:
-    from quire.kernels.cuda.wide_gemm import WideShape, can_compute
+    from quire.kernels.cuda.wide_gemm import can_compute
 
     weights = weights_of()
     for rows in counts:
         for name in names:
             for shape in candidates(rows, name):
-                if can_compute(rows, *weights[name], WideShape(*shape), gated_at(rows, name)):
+                if can_compute(rows, *weights[name], variant_of(rows, name, shape)):
                     yield rows, name, shape
 
 
@@ -130,10 +130,10 @@ class Gemm:
         return self.ops.act_mul(found, "silu") if self.gated else found
 
     def by(self, shape: Shape, index: int) -> Any:
-        from quire.kernels.cuda.wide_gemm import WideShape, linear_wide
+        from quire.kernels.cuda.wide_gemm import linear_wide
 
-        found = linear_wide(self.input(), self.weights[index], shape=WideShape(*shape), gated=self.gated, pdl=True,
-                            watched=True)
+        variant = variant_of(self.rows, self.name, shape)
+        found = linear_wide(self.input(), self.weights[index], variant=variant, pdl=True, watched=True)
         if found is None:
             raise RuntimeError("the kernel cannot be made")
         return found
@@ -224,11 +224,12 @@ class Layer:
         self.gain = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
 
     def gemm(self, wide: bool, x: Any, name: str, index: int) -> Any:
-        from quire.kernels.cuda.wide_gemm import WideShape, linear_wide
+        from quire.kernels.cuda.wide_gemm import linear_wide
 
         packed, shape, gated = self.packed[index][name], self.shapes[name], name == "gate_up"
         if wide and shape is not None:
-            return linear_wide(x, packed.weight, shape=WideShape(*shape), gated=gated, pdl=True, watched=True)
+            variant = variant_of(self.rows, name, shape)
+            return linear_wide(x, packed.weight, variant=variant, pdl=True, watched=True)
         found = self.ops.linear(x, packed)
         return self.ops.act_mul(found, "silu") if gated else found
 

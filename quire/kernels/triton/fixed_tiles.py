@@ -3,7 +3,7 @@
 Two warp groups multiply while a warp loads, and sums in slices keep a tile of 128 x 128 (`fixed_tiles_kernel` says
 how), where `linear_fixed` needs tiles of 128 x 64 and 64 x 32. A sum's order is that of `linear_fixed`: k in steps of
 16 (one tensor core instruction), each slice from zero, the slices' tree. So the bits should be the same;
-tests/gpu/test_bits.py compares them on a chip, which has not been done yet. `fixed_table` says which GEMMs run here.
+tests/gpu/test_bits.py compares them on a chip. `fixed_table` says which GEMMs run here.
 """
 
 from __future__ import annotations
@@ -102,13 +102,14 @@ def shared_bytes(tiles: FixedTiles, unit: _Unit, itemsize: int = 2) -> int:
 
 @dataclass(slots=True)
 class TileScratch:
-    """Sums of eight slices and more, of each program. One for all GEMMs of a device."""
+    """Sums of many slices, of each program: three of a tile of 128 x 256, as the GEMM in CUDA C may have too. One for
+    all GEMMs of a device."""
 
     deep: Tensor
 
     @classmethod
     def allocate(cls, device: torch.device | str, programs: int) -> TileScratch:
-        return cls(torch.empty(programs * 2 * 3 * GROUP_ROWS * 128, dtype=torch.float32, device=device))
+        return cls(torch.empty(programs * 3 * ROWS * 256, dtype=torch.float32, device=device))
 
     @classmethod
     def for_device(cls, device: torch.device) -> TileScratch:

@@ -101,6 +101,73 @@ def test_a_gemm_runs_by_the_entry_of_its_rows(monkeypatch: pytest.MonkeyPatch, e
     assert called == [("fixed", 256, {})]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_wide_gemm_runs_by_the_table_where_it_can_and_the_fixed_one_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """With slices, without, and with the gate, whose sums are rounded in between; never with a bias."""
+    called: list[Any] = []
+    sizes = {(128, 512, 8): (1, 128, 5, 2, 1, 1, 0, 0), (256, 512, 1): (1, 256, 4, 2, 1, 1)}
+    known = {weight: [(64, FixedChoice("wide", each))] for weight, each in sizes.items()}
+    wide = device_ops.wide_gemm
+
+    def noting(x: Any, weight: Any, *_: Any, variant: Any, **named: Any) -> Any:
+        called.append((variant.slices, variant.gated, variant.rounded, variant.shape, sorted(named)))
+        return x.new_zeros(x.shape[0], weight.shape[0] // (2 if variant.gated else 1))
+
+    def fixed(x: Any, weight: Any, *_: Any, **named: Any) -> Any:
+        called.append("fixed")
+        return x.new_zeros(x.shape[0], weight.shape[0])
+
+    monkeypatch.setattr(fixed_table, "table", lambda: known)
+    monkeypatch.setattr(fixed_table, "gates", lambda: {(256, 512, 1): known[256, 512, 1]})
+    monkeypatch.setattr(linear_prefetch, "available", lambda device: True)
+    monkeypatch.setattr(wide, "available", lambda device, dtype: there)
+    monkeypatch.setattr(wide, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(wide, "linear_wide", noting)
+    monkeypatch.setattr(device_ops.linear_fixed, "linear_fixed", fixed)
+    monkeypatch.setattr(device_ops.activation, "act_mul", lambda x, kind, pdl: called.append("gate") or x)
+    ops = device_ops.TritonOps("cpu", torch.bfloat16, deterministic=True, pdl=True)
+    x = torch.zeros(64, 512, dtype=torch.bfloat16)
+    gate_up = ops.pack_linear(torch.zeros(256, 512))
+    ops.linear(x, ops.pack_linear(torch.zeros(128, 512), None, Slices.of_width(512)))
+    ops.linear(x, gate_up)
+    ops.gated_linear(x, gate_up, "silu")
+    ops.gated_linear(x, gate_up, "gelu")
+    ops.linear(x, ops.pack_linear(torch.zeros(256, 512), torch.zeros(256)))
+    named = ["deep", "out", "pdl"]
+    if there:
+        whole = (1, False, False, wide.WideShape(1, 256, 4, 2), named)
+        assert called == [(8, False, False, wide.WideShape(1, 128, 5, 2), named), whole,
+                          (1, True, True, wide.WideShape(1, 256, 4, 2), named), whole, "gate", "fixed"]
+    else:
+        assert called == ["fixed", "fixed", "fixed", "gate", "fixed", "gate", "fixed"]
+
+
+def test_a_gate_has_entries_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "fixed_table.json"
+    entry = {"rows": 64, "features": 256, "width": 512, "slices": 1, "kernel": "tiles", "sizes": [1], "us": [1, 2]}
+    gated = {**entry, "gate": True, "kernel": "wide"}
+    fixed_table.write(path, [entry, gated])
+    monkeypatch.setattr(fixed_table, "_entries", lambda: json.loads(path.read_text())["gemms"])
+    fixed_table.table.cache_clear()
+    fixed_table.gates.cache_clear()
+    try:
+        assert fixed_table.lookup(64, 256, 512, 1) == FixedChoice("tiles", (1,))
+        assert fixed_table.lookup_gate(64, 256, 512) == FixedChoice("wide", (1,))
+        assert fixed_table.lookup_gate(64, 256, 1024) is None
+    finally:
+        fixed_table.table.cache_clear()
+        fixed_table.gates.cache_clear()
+
+
+def test_of_a_gate_apart_is_an_answer_too() -> None:
+    line = {"rows": 64, "features": 128, "width": 512, "slices": 1, "gate": True,
+            "ways": ways(apart=(2.0, 1.0, "apart"), wide_1=(3.0, 1.0, "wide"))}
+    assert tune_fixed.best(line) == {"rows": 64, "features": 128, "width": 512, "slices": 1, "gate": True,
+                                     "kernel": "apart", "sizes": [1], "us": [2.0, 2.0]}
+
+
 def test_a_weight_that_nobody_timed_has_no_choice() -> None:
     known = fixed_table.parse(ENTRIES)
     assert set(known) == {(128, 512, 8)} and [rows for rows, _ in known[128, 512, 8]] == [8, 32, 64, 256]

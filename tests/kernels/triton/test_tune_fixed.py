@@ -55,6 +55,44 @@ def test_gemms_are_timed_by_every_way_and_the_fastest_is_written(
     assert set(known) <= {(128, 512, 8), (128, 1024, 8)}
 
 
+def test_a_gate_is_timed_apart_and_in_its_gemm_and_again_under_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The GEMM in CUDA C has a stand-in. What is far behind is not timed again, and is out of the race."""
+    from quire.kernels.triton.activation import act_mul
+    from quire.kernels.triton.linear_fixed import linear_fixed
+
+    def stand_in(x, weight, slices, shapes, deep=None, gated=False):
+        if gated:
+            for size in (1, 2):
+                way = (lambda w: act_mul(linear_fixed(x, w), "silu")) if size == 1 else lambda w: x[:, :64] * 0
+                yield f"wide {size}", fixed_table.FixedChoice("wide", (size,)), way
+
+    short = iter((3e-6, 9e-6, 4e-6, 2e-6, 1e-6))
+    tiny = {**qwen3(64, 1, 2, 64, False), "vocab_size": 256, "head_dim": 32, "num_key_value_heads": 2}
+    for module in (tune, tune_fixed):
+        monkeypatch.setattr(module, "MODELS", {"tiny": tiny})
+    monkeypatch.setattr(tune_fixed, "_wide", stand_in)
+    monkeypatch.setattr(tune_fixed, "_library", lambda *_: iter(()))
+    monkeypatch.setattr(tune_fixed, "_device", lambda: "none")
+    monkeypatch.setattr(tune_fixed, "compile_all", lambda *_: None)
+    monkeypatch.setattr(tune_fixed, "graph_seconds", lambda calls, repeats: next(short))
+    monkeypatch.setattr(tune_fixed, "sustained_seconds", lambda calls, seconds: 5e-6 * seconds)
+    path = tmp_path / "table.json"
+    given = ["--models", "tiny", "--rows", "64", "--weights", "2", "--write", str(path), "--sustained", "2"]
+    monkeypatch.setattr(sys, "argv", ["tune_fixed", *given, "--only", "fixed 64 64", "fixed 64 128"])
+    with interpreting():
+        tune_fixed.main()
+    gemm, gate = (json.loads(line)["ways"] for line in capsys.readouterr().out.splitlines())
+    assert [(way["short_us"], way["us"], "kernel" in way) for way in gemm.values()] == [(3, 10, True), (9, 9, False)]
+    assert {name: (way["us"], way["same"] == 1.0) for name, way in gate.items()} == {
+        "apart": (4, True), "wide 1": (10, True), "wide 2": (10, False)}  # fmt: skip
+    # The stand-in that is wrong was the fastest: it puts nobody out of the race and is not in the table.
+    entries = json.loads(path.read_text())["gemms"]
+    assert [(entry.get("gate"), entry["kernel"], entry["sizes"]) for entry in entries] == [
+        (None, "fixed", [64, 64, 64, 4, 4, 1]), (True, "wide", [1])]  # fmt: skip
+
+
 @pytest.mark.parametrize(("count", "queries", "before"), [(2, 1, 70), (2, 40, 30)])
 def test_attention_is_timed_by_every_way(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int, queries: int, before: int
