@@ -28,10 +28,6 @@ class Odds:
         """That still count."""
         return self._tries
 
-    @property
-    def misses(self) -> float:
-        return self._tries - self._hits
-
     def estimate(self, prior: float) -> float:
         return (self._hits + _BORROWED * prior) / (self._tries + _BORROWED)
 
@@ -110,11 +106,6 @@ class PositionOdds:
     def tries(self) -> float:
         """Of drafts at the first place."""
         return self._own[0].tries
-
-    @property
-    def misses(self) -> float:
-        """Of those, how many were in vain."""
-        return self._own[0].misses
 
     def add(self, hits: Iterable[bool]) -> None:
         hits = list(hits)

@@ -45,6 +45,8 @@ _HORIZON = 64
 _TEXT_SHARE, _KNOWN_TRIES = 0.02, 16
 """Share of a text's time that may go into reading it before so many tries have shown whether drafts pay: a short text
 would never make up for more."""
+_FOLLOW_GAPS = 0.2
+"""How far a gap moves the belief."""
 _USUAL_ANSWER, _FOLLOW_ANSWERS = 128.0, 0.25
 """Tokens, as long as nobody knows, and how far an answer moves the belief."""
 _MOST_PATIENCE = 8.0
@@ -91,13 +93,16 @@ class DeviceSpeculator(Speculator):
         self._clearly = False
         self._chosen = 0
         """Drafts of each sequence that were believed to pay when it was last asked; a try is none of them."""
+        self._some_pending = False
+        """Of those that may have drafts, some have a token in flight."""
         self._judged_for: int | None = None
         """Sequences for which that was asked; None: something was learned since."""
         self.joined = True
         """All that have drafts have them in the same steps. Else two halves take turns where steps overlap, each of
         which reads all weights."""
-        self.gaps = StepCosts()
-        """Where steps overlap: seconds of the host before a step with drafts, by number of sequences that have some."""
+        self._gaps: dict[int, float] = {}
+        """Where steps overlap: seconds of the host before a step with drafts, by number of sequences that have some, in
+        powers of two."""
         self._patience = 1.0
         self._next_probe = 0.0
         """Seconds without drafts after which they are tried again."""
@@ -114,8 +119,11 @@ class DeviceSpeculator(Speculator):
         shape = self._tree_in(room // len(sequences)) if sequences else None
         if self.adaptive and count:
             able = sequences
-            sequences, count, shape = self._paying(able, num_decoding, room)
-            self._believe(count, len(able))
+            if self._chosen or not self._some_pending:
+                sequences, count, shape = self._paying(able, num_decoding, room)
+                self._believe(count, len(able))
+            else:
+                count = 0  # asked for these and all others
             if count and self._goes_without(self._since_plain):
                 count, shape = 0, None
             elif not count and (one := self._to_try(able, num_decoding)) is not None:
@@ -170,16 +178,19 @@ class DeviceSpeculator(Speculator):
         them. Where it is time to try one, that one; with steps that overlap nobody else would ever be without a token
         in flight."""
         pending = [seq for seq in able if seq.num_pending]
+        self._some_pending = bool(pending)
         pays = self._chosen > 0 or not self.adaptive
         if pays and self.joined and any(drafts for _, _, drafts in self._in_flight):
             return {seq.row for seq in able}
         if not pending or (self.adaptive and not self._clearly and self._goes_without(self._since_plain)):
             return set()  # so that the step without drafts that is under way has another one behind it, as without any
-        if not pays and self._is_another(len(able)):
-            pays = self._pays(able, num_decoding, room)
-        if pays:
+        if not pays:
+            sequences = self._draftable(able)
+            if sequences and self._is_another(len(sequences)):
+                self._believe(self._paying(sequences, num_decoding, room)[1], len(sequences))
+        if pays or self._chosen:
             return {seq.row for seq in pending}
-        one = self._to_try(self._draftable(pending), num_decoding)
+        one = self._to_try([seq for seq in sequences if seq.num_pending], num_decoding)
         return set() if one is None else {one.row}
 
     def _goes_without(self, steps: int) -> bool:
@@ -189,12 +200,6 @@ class DeviceSpeculator(Speculator):
     def _is_another(self, count: int) -> bool:
         """Whether so many sequences are others than those that drafts were judged for: by more than an eighth."""
         return self._judged_for is None or 8 * abs(count - self._judged_for) > self._judged_for
-
-    def _pays(self, able: list[Sequence], num_decoding: int, room: int) -> bool:
-        sequences = self._draftable(able)
-        count = self._paying(sequences, num_decoding, room)[1] if sequences else 0
-        self._believe(count, len(able))
-        return count > 0
 
     def _largest(self, seq: Sequence) -> TreeShape | None:
         params = seq.request.params
@@ -235,7 +240,7 @@ class DeviceSpeculator(Speculator):
         plain = num_decoding / self.times.estimate(num_decoding)
         best, best_rate = 0, gain * plain
         chains = [self._follow(seq).chain(most) for seq in sequences]
-        more = self._catching_up(sequences) / _HORIZON + self.gaps.estimate(len(sequences))
+        more = self._catching_up(sequences) / _HORIZON + self._gap(num_decoding)
         tokens = float(num_decoding)
         for count in range(1, most + 1):
             tokens += sum(chain[count - 1] for chain in chains)
@@ -258,11 +263,20 @@ class DeviceSpeculator(Speculator):
         self._remind_next = min(2 * self._remind, _SELDOM if self._clearly else _REMIND)
         return best, shape
 
+    def _gap(self, count: int) -> float:
+        """Before a step in which so many sequences have drafts. A larger batch than any seen yet is believed to take no
+        longer, the first step will show; a smaller one less, but not in proportion."""
+        known = [size for size in self._gaps if size <= count.bit_length()]
+        if known or not self._gaps:
+            return self._gaps[max(known)] if known else 0.0
+        least = min(self._gaps)
+        return self._gaps[least] * 0.5 ** ((least - count.bit_length()) / 2)
+
     def _price(self, num_decoding: int, seq: Sequence) -> float:
-        """Of trying one and not another. Where steps overlap, who is tried in vain falls behind the others by a step or
-        two: that should not always be the same."""
-        missed = self._followed[seq].tries if self._overlaps and seq in self._followed else 0.0
-        return self._catching_up([seq]) + missed * self.times.estimate(num_decoding)
+        """Of trying one and not another. Where steps overlap, who is tried falls behind the others by a step or two:
+        that should not always be the same."""
+        tried = self._followed[seq].tries if self._overlaps and seq in self._followed else 0.0
+        return self._catching_up([seq]) + tried * self.times.estimate(num_decoding)
 
     def _to_try(self, sequences: list[Sequence], num_decoding: int) -> Sequence | None:
         """Whose drafts show whether they have begun to pay, if it is time to find out."""
@@ -272,8 +286,10 @@ class DeviceSpeculator(Speculator):
         if one is None or self._reading(one, num_decoding) > 1.0:
             return None
         extra = self._seconds(num_decoding, 1, self._tried) - self.times.estimate(num_decoding)
-        # Who is tried waits for a token before and after; the others do not.
-        extra += self._catching_up([one]) + 2 * self.gaps.estimate(1) / num_decoding
+        extra += self._catching_up([one])
+        if self._overlaps:
+            # Who is tried waits for a token before and after. The others do not: a step goes on without it.
+            extra += 2 * (self._gap(1) if num_decoding == 1 else self.times.estimate(num_decoding) / num_decoding)
         self._next_probe = self._patience * extra / _PROBE_SHARE
         return one if self._plain_seconds >= self._next_probe else None
 
@@ -327,7 +343,8 @@ class DeviceSpeculator(Speculator):
         if not self._overlaps:
             seconds += gap
         elif 2 * load.drafting >= load.tokens - load.drafts:  # a try of one hides behind the steps of others
-            self.gaps.observe(load.drafting, max(gap, 1e-6))
+            size = load.drafting.bit_length()
+            self._gaps[size] = gap + (1.0 - _FOLLOW_GAPS) * (self._gaps.get(size, gap) - gap)
         if not load.drafts:
             self.times.observe(load.tokens, seconds)
             self._plain_seconds += seconds

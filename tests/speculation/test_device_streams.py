@@ -15,6 +15,7 @@ from quire.scheduler.plan import EntryResult, StepPlan, StepResult
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.device_speculator import DeviceSpeculator
+from quire.speculation.speculator import Load
 from tests.speculation.test_speculator import free
 
 ROWS = (1, 8, 40, 64, 128, 320, 640)
@@ -205,4 +206,16 @@ def test_steps_without_drafts_are_not_charged_for_the_wait_that_drafts_cause() -
     without = [i for i, count in enumerate(gpu.drafting) if not count]
     assert len(without) > 2 and sum(count > 8 for count in gpu.drafting) > 100
     assert speculator.times.estimate(16) < 1.06 * (cost(16) + 0.4e-3)
-    assert speculator.gaps.estimate(16) == pytest.approx(0.5e-3 + 16 * 0.03e-3, rel=0.1)
+    assert speculator._gap(16) == pytest.approx(0.5e-3 + 16 * 0.03e-3, rel=0.1)
+
+
+def test_a_gap_that_was_measured_with_few_streams_is_no_reason_against_drafts_of_many() -> None:
+    """Nor one of many against those of few."""
+    speculator = head()
+    Gpu(1, speculator, tokens=100).run()
+    assert speculator._gap(1) == pytest.approx(0.53e-3, rel=0.1) == speculator._gap(8)
+    assert Gpu(8, None).run() / Gpu(8, speculator).run() > 1.6
+    assert speculator._gap(8) == pytest.approx(0.74e-3, rel=0.1)
+    other = head()
+    other._observe(Load(tokens=64, drafts=32, drafting=32), 0.006, gap=0.0016)
+    assert other._gap(64) == other._gap(32) == 0.0016 and other._gap(2) == pytest.approx(0.0004)
