@@ -12,7 +12,7 @@ constexpr int MOST_INNER = TILE_SUMS <= 64 ? 4 : TILE_SUMS <= 96 ? 2 : 1;
 constexpr int INNER = RUN < MOST_INNER ? RUN : MOST_INNER;
 constexpr int NODES = RUN / INNER;
 
-constexpr int bits_of(int value) { return value ? 1 + bits_of(value / 2) : 0; }
+__device__ constexpr int bits_of(int value) { return value ? 1 + bits_of(value / 2) : 0; }
 
 constexpr int PLACES = bits_of(NODES - 1);
 constexpr int DEEP_PLACES = PLACES > KEPT ? PLACES - KEPT : 0;

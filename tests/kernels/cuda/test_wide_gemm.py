@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 
 from quire.bench.gpu import tune_wide
 from quire.bench.gpu.fixed_wide_shapes import gated_shapes, wide_shapes
-from quire.kernels.cuda.wide_gemm import Variant, WideShape, can_compute, variant_of
+from quire.kernels.cuda import nvrtc
+from quire.kernels.cuda.wide_gemm import OPTIONS, Variant, WideShape, can_compute, variant_of
 from quire.kernels.slices import Slices
 from quire.kernels.triton.fixed_tiles import TileScratch
 
@@ -125,3 +127,14 @@ def test_no_candidate_spills_registers_or_serializes_its_products(tmp_path: Path
     for variant, text in zip(variants, said):
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, f"{variant}: {text}"
         assert "serialized" not in text, f"{variant}: {text}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed for tests on Linux")
+def test_the_compiler_that_engines_have_takes_every_kind_of_kernel() -> None:
+    """NVRTC refuses what nvcc takes: a function that is not said to be the device's, a header."""
+    library = nvrtc._library()
+    assert library is not None
+    few = {(each.slices, each.gated, each.shape.parts, each.shape.ordered, each.shape.kept): each
+           for each in fixed_variants() if each is not None}  # fmt: skip
+    for variant in (Variant(WideShape()), *few.values()):
+        assert nvrtc._compile(library, variant.source(), OPTIONS)
