@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -246,8 +246,6 @@ class EngineCore:
     def _collect(self) -> None:
         # It stays in the queue while we wait, so that a Ctrl-C here loses nothing.
         began = time.perf_counter()
-        if not self._futures[0].done():
-            wait([self._futures[0]])
         error = self._futures[0].exception()
         done = time.perf_counter()
         self.times.execute += done - began

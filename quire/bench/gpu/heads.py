@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 CHANCES = (0.8, 0.7, 0.6, 0.5)
 BATCHES = (1, 8, 64)
 _DRAFT_VOCABULARY = 32_000
+_FEW = 4
+"""Chains whose drafts are replaced one by one."""
 _TEXT = "free"
 
 
@@ -94,8 +96,12 @@ class Replaced:
         self.inner = inner
         self._text = text
         self._deals = Deals(chances)
-        self._known: dict[int, tuple[int, int]] = {}
-        """By row: a position and its token."""
+        self._ends: dict[int, tuple[int, int]] = {}
+        """By row: the last position of its prompt, and its token."""
+        self._rights: dict[int, list[int]] = {}
+        """By row: what is right at every position behind the prompt."""
+        self._sent: dict[int, torch.Tensor] = {}
+        """The same on the device, and beside it what is wrong everywhere."""
         self._asked: list[_Span] = []
         self._ahead: list[_Span] = []
 
@@ -104,7 +110,9 @@ class Replaced:
 
     def follow(self, plan: StepPlan) -> None:
         for start in plan.starts:
-            self._known[start.row] = len(start.token_ids) - 1, start.token_ids[-1]
+            self._ends[start.row] = len(start.token_ids) - 1, start.token_ids[-1]
+            self._rights.pop(start.row, None)
+            self._sent.pop(start.row, None)
         self.inner.follow(plan)
 
     def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]:
@@ -118,31 +126,51 @@ class Replaced:
             return self.inner.draft_on(drafted)
 
     def _replace(self, entries: Sequence[PlanEntry], drafted: Drafted, table: DeviceTable) -> None:
+        """A real head's drafts lie there already, so this must cost next to nothing: of few chains nothing is sent."""
         import torch
 
         from quire.sampling.sending import send
 
-        begins, values, size = [], [], self._text.vocab_size
-        for entry, count in zip(entries, drafted.counts, strict=True):
-            if not count:
-                continue
-            at, token = self._known[entry.row]
-            now = self._text.following(token, entry.start - at)[-1] if entry.start > at else token
-            self._known[entry.row] = entry.start, now
-            begins.append((entry.row, entry.start + 1, count))
-            hit = True
-            for j, right in enumerate(self._text.following(now, count)):
-                hit = hit and self._deals.hit(j)
-                values.append(right if hit else (right + size // 3) % size)
-        if values:
-            # A real head's drafts lie there already: this must not keep the GPU waiting.
+        chains = [(entry.row, entry.start + 1, count, self._hits(count))
+                  for entry, count in zip(entries, drafted.counts, strict=True) if count]  # fmt: skip
+        if 0 < len(chains) <= _FEW:
+            pieces = [self._on_device(row, table)[miss, begin:end] for row, first, count, hits in chains
+                      for miss, begin, end in ((0, first, first + hits), (1, first + hits, first + count))]  # fmt: skip
+            drafted.tokens, done = torch.cat(pieces), 0
+            for row, first, count, _ in chains:
+                table.tokens[row, first : first + count] = drafted.tokens[done : done + count]
+                done += count
+        elif chains:
+            values = [self._token(row, first + j, j < hits, table) for row, first, count, hits in chains
+                      for j in range(count)]  # fmt: skip
             drafted.tokens = send(values, torch.int32, table.arena.device)
-            if len(begins) == 1:
-                row, first, count = begins[0]
-                table.tokens[row, first : first + count] = drafted.tokens
-                return
-            places = [row * table.max_model_len + first + j for row, first, count in begins for j in range(count)]
+            places = [row * table.max_model_len + first + j for row, first, count, _ in chains for j in range(count)]
             table.arena[send(places, torch.int64, table.arena.device)] = drafted.tokens
+
+    def _hits(self, count: int) -> int:
+        """How many drafts are right before one is not."""
+        return next((place for place in range(count) if not self._deals.hit(place)), count)
+
+    def _token(self, row: int, position: int, right: bool, table: DeviceTable) -> int:
+        known = self._rights.get(row)
+        at, last = self._ends[row]
+        if known is None:
+            known = self._rights[row] = self._text.following(last, table.max_model_len - 1 - at)
+        token, size = known[position - at - 1], self._text.vocab_size
+        return token if right else (token + size // 3) % size
+
+    def _on_device(self, row: int, table: DeviceTable) -> torch.Tensor:
+        """int32 [2, positions]: right and wrong tokens."""
+        import torch
+
+        from quire.sampling.sending import send
+
+        if row not in self._sent:
+            before = [0] * (self._ends[row][0] + 1)
+            tokens = [[*before, *(self._token(row, position, right, table)
+                                  for position in range(len(before), table.max_model_len))] for right in (True, False)]
+            self._sent[row] = send(tokens, torch.int32, table.arena.device)
+        return self._sent[row]
 
     def seconds(self) -> tuple[float, float]:
         """Of the GPU in all proposals since the last call, which have to be over: in steps, and behind them."""
