@@ -93,7 +93,8 @@ class TritonOps(Ops):
         self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
         self._parts = linear_prefetch.PrefetchScratch.allocate(self.device) if prefetch else None
         timed = self._fixed_prefetch and fixed_table.table()
-        self._deep = fixed_tiles.TileScratch.for_device(self.device) if timed else None
+        deep = 256 if fixed_table.names_wide() else 128
+        self._deep = fixed_tiles.TileScratch.for_device(self.device, deep) if timed else None
         self._formats = DeviceFormats(
             self.device, dtype, rounding, deterministic=deterministic, pdl=pdl, scratch=self._parts
         )
@@ -270,7 +271,7 @@ class TritonOps(Ops):
             choice = gemm_table.lookup(rows, features, width, x.dtype, gemm_table.GATE)
         elif self._fixed_prefetch:
             choice = fixed_table.lookup_gate(rows, features, width)
-        if choice is None or choice.kernel != gemm_table.WIDE:
+        if choice is None or choice.kernel != gemm_table.WIDE or w.slices is not None:
             return None
         shape = wide_gemm.WideShape.of(choice.sizes)
         return wide_gemm.variant_of(shape, width, gated=True, rounded=self.deterministic)

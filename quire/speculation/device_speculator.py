@@ -67,7 +67,7 @@ class DeviceSpeculator(Speculator):
         super().__init__(most, adaptive, clock)
         self.tree = tree
         self.drafts_ahead = ahead
-        self._gpu = self._overlaps = gpu
+        self._gpu = self.overlaps = gpu
         self.own_kv = own_kv
         self.seconds_behind = 0.0
         """What the model takes to catch up, for each token of text that it has not seen. This and `drafting` are for a
@@ -181,7 +181,7 @@ class DeviceSpeculator(Speculator):
         self._some_pending = bool(pending)
         pays = self._chosen > 0 or not self.adaptive
         if pays and self.joined and any(drafts for _, _, drafts in self._in_flight):
-            return {seq.row for seq in able}
+            return {seq.row for seq in self._draftable(able)}
         if not pending or (self.adaptive and not self._clearly and self._goes_without(self._since_plain)):
             return set()  # so that the step without drafts that is under way has another one behind it, as without any
         if not pays:
@@ -240,7 +240,7 @@ class DeviceSpeculator(Speculator):
         plain = num_decoding / self.times.estimate(num_decoding)
         best, best_rate = 0, gain * plain
         chains = [self._follow(seq).chain(most) for seq in sequences]
-        more = self._catching_up(sequences) / _HORIZON + self._gap(num_decoding)
+        more = self._catching_up(sequences) / _HORIZON + self._gap(len(sequences))
         tokens = float(num_decoding)
         for count in range(1, most + 1):
             tokens += sum(chain[count - 1] for chain in chains)
@@ -275,7 +275,7 @@ class DeviceSpeculator(Speculator):
     def _price(self, num_decoding: int, seq: Sequence) -> float:
         """Of trying one and not another. Where steps overlap, who is tried falls behind the others by a step or two:
         that should not always be the same."""
-        tried = self._followed[seq].tries if self._overlaps and seq in self._followed else 0.0
+        tried = self._followed[seq].tries if self.overlaps and seq in self._followed else 0.0
         return self._catching_up([seq]) + tried * self.times.estimate(num_decoding)
 
     def _to_try(self, sequences: list[Sequence], num_decoding: int) -> Sequence | None:
@@ -287,7 +287,7 @@ class DeviceSpeculator(Speculator):
             return None
         extra = self._seconds(num_decoding, 1, self._tried) - self.times.estimate(num_decoding)
         extra += self._catching_up([one])
-        if self._overlaps:
+        if self.overlaps:
             # Who is tried waits for a token before and after. The others do not: a step goes on without it.
             extra += 2 * (self._gap(1) if num_decoding == 1 else self.times.estimate(num_decoding) / num_decoding)
         self._next_probe = self._patience * extra / _PROBE_SHARE
@@ -340,7 +340,7 @@ class DeviceSpeculator(Speculator):
                 self._offered.add([True] * there + [False] * (there < asked))
 
     def _observe(self, load: Load, seconds: float, gap: float) -> None:
-        if not self._overlaps:
+        if not self.overlaps:
             seconds += gap
         elif 2 * load.drafting >= load.tokens - load.drafts:  # a try of one hides behind the steps of others
             size = load.drafting.bit_length()

@@ -73,7 +73,8 @@ class Speculator(ABC):
         self._in_flight: deque[tuple[Load | None, float, int]] = deque()
         """Each step under way (None: not of decoding alone), when it began, and its drafts."""
         self._last_done = float("-inf")
-        self._overlaps = False
+        self.overlaps = False
+        """A step may be planned while another is under way: seen, or said."""
         """Steps are begun before others are done: the host's time between two of them is hidden but for drafts."""
 
     @property
@@ -136,7 +137,7 @@ class Speculator(ABC):
             drafting += entry.num_drafts > 0
             decoding = decoding and entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + entry.num_drafts
         load = Load(tokens, drafts, drafting) if decoding and planned else None
-        self._overlaps = self._overlaps or bool(self._in_flight)
+        self.overlaps = self.overlaps or bool(self._in_flight)
         self._in_flight.append((load, self._clock(), drafts))
 
     def done(self, lost: bool = False, judged: list[int] | None = None) -> None:
@@ -153,7 +154,7 @@ class Speculator(ABC):
         self._last_done = now
         if load is not None and seconds > 0.0 and not lost:
             # Where steps overlap, drafts alone make others wait: without them there would have been no gap.
-            self._observe(load, seconds, gap if load.drafts or not self._overlaps else 0.0)
+            self._observe(load, seconds, gap if load.drafts or not self.overlaps else 0.0)
 
     def _observe(self, load: Load, seconds: float, gap: float) -> None:
         """What a step took, and the host before it."""

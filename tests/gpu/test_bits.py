@@ -150,6 +150,35 @@ def test_newer_attention_kernels_give_the_bits_of_the_first(heads: tuple[int, in
     assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (64, 4, 128)])
+@torch.inference_mode()
+def test_fast_prefill_is_right_and_reads_no_value_behind_the_end(heads: tuple[int, int, int]) -> None:
+    """What lies behind a sequence's last key, in its last block too, is not a number."""
+    shape, kind = HeadShape(*heads), torch.bfloat16
+    fast, group = hopper_prefill.FAST, shape.num_heads // shape.num_kv_heads
+    if not hopper_prefill.fits(torch.device("cuda", torch.cuda.current_device()), kind, shape, 16, fast):
+        pytest.skip("needs Hopper, and the version of Triton that the kernel is written for")
+    queries, contexts = [700, 64, 1, 513, 3], [0, 448, 900, 37, 5001]
+    lengths = [a + b for a, b in zip(queries, contexts)]
+    qkv, cache, table, start, length = cases.paged_batch("cuda", kind, shape, 16, queries, lengths)
+    want = mixed_attention(qkv, cache, table, None, start, length, *(
+        torch.from_numpy(part).cuda() for part in query_tiles(np.array(queries), MixedShape().tokens_of(group))),
+        shape, 0.2)  # fmt: skip
+    for seq, keys in enumerate(lengths):
+        for part in (cache.k, cache.v):
+            if keys % 16:
+                part[int(table[seq, keys // 16]), :, keys % 16 :] = float("nan")
+    tokens = hopper_prefill.tokens_of(shape)
+    *tiles, taken = hopper_prefill.split_tiles(np.array(contexts), np.array(queries), tokens, fast)
+    assert taken.tolist() == [700, 64, 0, 513, 3]
+    out = torch.zeros_like(want)
+    hopper_prefill.hopper_prefill(qkv, cache, table, None, start, length,
+                                  *(torch.from_numpy(part).cuda() for part in tiles), shape, 0.2, out=out, sizes=fast)
+    single = slice(int(start[2]), int(start[3]))
+    want[single] = 0
+    assert torch.allclose(out.float(), want.float(), atol=0.02, rtol=0.02)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [97, 49152, 151936])
 @torch.inference_mode()

@@ -82,6 +82,8 @@ def _connect_rooms(config: EngineConfig, source: ModelSource, worker: ModelWorke
     cache = build_cache(config, worker.spec, worker.pool, cost)
     speculator = build_speculator(config.speculation.options, draft_rows(config))
     if isinstance(speculator, DeviceSpeculator):
+        if config.scheduler.max_steps_in_flight == 1:
+            speculator.overlaps = False
         speculator.joined = config.parallel.pipeline_parallel_size == 1  # each stage has drafts of its own to judge
     if speculator is not None and speculator.adaptive and config.model.executor != "dummy":
         measure_step_times(speculator, executor, config, worker.spec, worker.pool)

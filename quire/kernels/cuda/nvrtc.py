@@ -21,14 +21,18 @@ _NAME = "kernel.cubin"
 
 
 class CompileError(RuntimeError):
-    """The compiler is not there, or did not take the source."""
+    """The compiler did not take the source."""
+
+
+class Missing(CompileError):
+    """The compiler is not there."""
 
 
 def compiled(source: str, options: Sequence[str]) -> bytes:
     """The machine code (a cubin) of a source; `options` name the chip."""
     library = _library()
     if library is None:
-        raise CompileError("NVRTC, the compiler library of CUDA, was not found")
+        raise Missing("NVRTC, the compiler library of CUDA, was not found")
     digest = hashlib.sha256(repr((_version(library), tuple(options), source)).encode()).hexdigest()
     cache = get_cache_manager(digest)
     kept = cache.get_file(_NAME)

@@ -12,6 +12,7 @@ For deterministic mode it also sums in slices (`wide_slices.cu`), and its gate m
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from ctypes import c_int, c_void_p
@@ -27,6 +28,7 @@ from quire.kernels.cuda.driver import DriverError, Kernel, Launch, TensorMap
 from quire.kernels.slices import Slices
 from quire.kernels.triton.linear_prefetch import multiprocessors
 
+_log = logging.getLogger("quire.kernels")
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 COLUMNS, BLOCK_ROWS = 64, 128
 _SHARED = (227 << 10) - 512
@@ -187,7 +189,10 @@ def _loaded(variant: Variant, device: int) -> _Loaded | None:
         try:
             kernel = Kernel(nvrtc.compiled(variant.source(), OPTIONS), "wide_gemm", variant.shared)
             return _Loaded(kernel, kernel.most_clusters(shape.cluster, variant.threads))
-        except (nvrtc.CompileError, DriverError, OSError):
+        except nvrtc.Missing:
+            return None
+        except (nvrtc.CompileError, DriverError, OSError) as error:
+            _log.warning("a GEMM in CUDA C could not be made, another kernel takes its place: %s", error)
             return None
 
 
@@ -271,8 +276,11 @@ def linear_wide(
         return None
     tiles = tiles_m * tiles_n
     clusters = tiles if shape.parts > 1 else min(tiles, loaded.most_clusters)
-    if variant.deep_floats and clusters > loaded.most_clusters:
-        return None  # more blocks than have memory of their own
+    if variant.deep_floats:
+        room = 0 if deep is None else deep.numel() // (variant.deep_floats * shape.cluster)
+        if shape.parts > 1 and clusters > min(room, loaded.most_clusters):
+            return None  # more blocks than have memory of their own
+        clusters = min(clusters, room)
     if out is None:
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
     turns = -(-weight.shape[1] // (COLUMNS * shape.parts))

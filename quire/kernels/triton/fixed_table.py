@@ -62,6 +62,11 @@ def gates() -> Table:
     return parse([entry for entry in _entries() if entry.get("gate")])
 
 
+def names_wide() -> bool:
+    """Whether some GEMM runs the kernel in CUDA C."""
+    return any(choice.kernel == WIDE for known in (table(), gates()) for found in known.values() for _, choice in found)
+
+
 def lookup(rows: int, features: int, width: int, slices: int) -> FixedChoice | None:
     """The entry of the fewest rows that are enough, the last one for any more. None: this weight was not timed, or only
     with more than twice as many rows."""

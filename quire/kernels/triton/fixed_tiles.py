@@ -102,18 +102,18 @@ def shared_bytes(tiles: FixedTiles, unit: _Unit, itemsize: int = 2) -> int:
 
 @dataclass(slots=True)
 class TileScratch:
-    """Sums of many slices, of each program: three of a tile of 128 x 256, as the GEMM in CUDA C may have too. One for
-    all GEMMs of a device."""
+    """Sums of many slices, of each program: three of a tile of 128 x 128, or of 128 x 256, as the GEMM in CUDA C may
+    have them. One for all GEMMs of a device."""
 
     deep: Tensor
 
     @classmethod
-    def allocate(cls, device: torch.device | str, programs: int) -> TileScratch:
-        return cls(torch.empty(programs * 3 * ROWS * 256, dtype=torch.float32, device=device))
+    def allocate(cls, device: torch.device | str, programs: int, features: int = 256) -> TileScratch:
+        return cls(torch.empty(programs * 3 * ROWS * features, dtype=torch.float32, device=device))
 
     @classmethod
-    def for_device(cls, device: torch.device) -> TileScratch:
-        return cls.allocate(device, multiprocessors(device) if device.type == "cuda" else 1)
+    def for_device(cls, device: torch.device, features: int = 256) -> TileScratch:
+        return cls.allocate(device, multiprocessors(device) if device.type == "cuda" else 1, features)
 
 
 def fits(

@@ -37,7 +37,8 @@ _KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
     """Keys of a turn, turns on their way, whether the operations are those of `attention_mixed` with `exact`, and
-    whether a warp group's softmax runs beside its own products of weights and values."""
+    whether a warp group's softmax runs beside its own products of weights and values (an experiment of the tuner's: no
+    faster)."""
 
     keys: int
     stages: int
@@ -65,15 +66,22 @@ def tokens_of(shape: HeadShape) -> int:
     return ROWS // (shape.num_heads // shape.num_kv_heads)
 
 
-def taken_tokens(start: int, count: int, tokens: int, sizes: PrefillShape) -> int:
-    """How many of a chunk's `count` tokens, after `start` others, the kernel takes: the first ones. With `exact` those
-    in full tiles whose last turn of keys is there; else all but a single one, which decodes."""
-    if not sizes.exact:
-        return count if count > 1 else 0
+def whole_tokens(start: int, count: int, tokens: int, keys: int) -> int:
+    """How many of a chunk's `count` tokens, after `start` others, are in full tiles whose last turn of keys is there:
+    those come first."""
     tiles = count // tokens
-    while tiles and -(-(start + tiles * tokens) // sizes.keys) * sizes.keys > start + count:
+    while tiles and -(-(start + tiles * tokens) // keys) * keys > start + count:
         tiles -= 1
     return tiles * tokens
+
+
+def _taken(starts: np.ndarray, counts: np.ndarray, tokens: int, sizes: PrefillShape) -> np.ndarray:
+    """Tokens of every chunk that the kernel takes, the first ones: with `exact` those of `whole_tokens`, else all, but
+    for a single one, which decodes."""
+    if not sizes.exact:
+        return np.where(np.asarray(counts) > 1, counts, 0).astype(np.int64)
+    found = [whole_tokens(int(a), int(n), tokens, sizes.keys) for a, n in zip(starts, counts, strict=True)]
+    return np.array(found, np.int64)
 
 
 def split_tiles(
@@ -81,8 +89,7 @@ def split_tiles(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(sequence, first token) of the tiles that this kernel takes, those with the most keys first; and how many tokens
     of each chunk they are."""
-    taken = np.array([taken_tokens(int(a), int(n), tokens, sizes) for a, n in zip(starts, counts, strict=True)],
-                     np.int64)  # fmt: skip
+    taken = _taken(starts, counts, tokens, sizes)
     tiles = -(-taken // tokens)
     seqs = np.repeat(np.arange(len(counts)), tiles)
     firsts = (np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens

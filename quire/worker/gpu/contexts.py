@@ -20,7 +20,6 @@ from quire.kernels.types import HeadShape, LatentShape, LayerCache, StepContext
 from quire.models.decoder import Decoder
 from quire.models.heads.head import DraftHead
 from quire.ops.interface import Ops
-from quire.scheduler.plan import PlanEntry
 from quire.worker.gpu.batches import FreshRuns, MixedBatch
 from quire.worker.gpu.padded import MixedRung, MixedRungs
 from quire.worker.gpu.staging import Stage
@@ -47,7 +46,9 @@ class StepContexts:
         self.tables = table.tables[: len(self.windows)]
         self.fuse_rope = fuse_rope and self.attention is not None and not self.attention.deterministic
         self._block_size = table.block_size
+        self._max_model_len = table.max_model_len
         self._shapes = [layer.attn.shape for layer in decoder.layers]
+        self._alike = len(set(self._shapes)) == 1
         self._plain = all(
             a.window is None and a.softcap is None and a.latent is None and not a.sinks
             for a in (layer.attention for layer in decoder.spec.layers)
@@ -93,10 +94,10 @@ class StepContexts:
 
     # ---- decode steps
 
-    def is_long(self, entries: Sequence[PlanEntry], rung: int) -> bool:
-        """Whether the rows of a decode step without drafts, padded to `rung`, have so many keys that reading them is
-        all that counts."""
-        return rung in self._long_splits and sum(entry.start for entry in entries) >= long_keys(len(entries))
+    def long_rungs(self, rungs: Sequence[int]) -> list[int]:
+        """Those of decode steps without drafts whose rows may have so many keys that reading them is all that
+        counts."""
+        return [rung for rung in rungs if rung in self._long_splits and self._max_model_len >= long_keys(1)]
 
     def decode(
         self,
@@ -111,7 +112,7 @@ class StepContexts:
         long: bool = False,
     ) -> StepContext:
         """One token of every sequence. `separate_rope`: see `StepLaunches.decode`. `detours`: of nodes of trees.
-        `long`: see `is_long`."""
+        `long`: see `decode_lengths`."""
         if self.attention is None:
             ctx = self._on_host(positions, query_start, lengths, rows, slots, caches)
             if detours is not None:
@@ -188,7 +189,7 @@ class StepContexts:
             elif self.attention.takes_rows(int(batch.starts[s]), int(counts[s]), self._plain, shape):
                 own[s], counts[s] = counts[s], 0
         taken, paged = np.zeros_like(counts), [np.zeros(0, np.int32)] * 2
-        if self.attention.takes_prefill(shape, self._block_size, self._plain and len(set(self._shapes)) == 1):
+        if self.attention.takes_prefill(shape, self._block_size, self._plain and self._alike):
             *paged, taken = self.attention.prefill_tiles(batch.starts, counts, shape)
         rows = self.attention.row_tiles(own[first:], shape, first)
         for name, part in zip((*_ROW_TILES, *_PAGED_TILES), (*rows, *paged), strict=True):

@@ -74,7 +74,7 @@ class StepLaunches:
         """A decode step of `rung` rows, all on fixed addresses. `separate_rope`: rotation and KV write run in a kernel
         before attention, not inside it. Steps with drafts need that, since a draft's query sees keys of other rows of
         the step; of few rows in chains, an attention that knows of them (`DeviceContext.drafted`) does both. `long`:
-        see `StepContexts.is_long`."""
+        see `decode_lengths`."""
         b = self.buffers
         rows, lengths = b.rows[:rung], b.lengths[:rung]
         slots = tuple(slot[:rung] for slot in b.slots)

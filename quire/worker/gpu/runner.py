@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from quire.errors import InvariantError
+from quire.kernels.decode_lengths import is_long
 from quire.kernels.types import LayerCache
 from quire.models.decoder import Decoder
 from quire.models.heads.head import DraftHead
@@ -83,7 +84,8 @@ class DeviceRunner:
         self.graphs = GraphCache(device, self.launches.decode) if use_graphs and device.type == "cuda" else None
         self.long_graphs = None if self.graphs is None else GraphCache(
             device, self.launches.decode_long, self.graphs.pool)
-        """Captured when first asked for: few engines see such texts."""
+        # Of a draft model nobody has measured it.
+        self._long_rungs = [] if advance else self.contexts.long_rungs(self.rungs)
         self.sampled = self.launches.sampled_steps(None if self.graphs is None else self.graphs.pool)
         self.draws = SpecialDraws(table, rejection, self.sampled)
         self._replays = False
@@ -123,6 +125,8 @@ class DeviceRunner:
             self.graphs.capture(self.rungs, separate_rope=True)
         last = rung_for(self.rungs, max_num_seqs) if fuse_rope else self.rungs[-1]
         self.graphs.capture([rung for rung in self.rungs if rung <= last])
+        if self.long_graphs is not None:
+            self.long_graphs.capture(self._long_rungs)
 
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch everything; the tokens will be in the returned tensors once the device gets there."""
@@ -214,7 +218,8 @@ class DeviceRunner:
         rung = rung_for(self.rungs, count)
         # A draft's query sees keys of other rows of this step: all keys must be written before attention starts.
         drafts = self.contexts.fuse_rope and drafted is not None
-        self.launch_decode(rung, drafts, drafted is None and self.contexts.is_long(entries, rung))
+        long = drafted is None and rung in self._long_rungs and is_long([entry.start for entry in entries])
+        self.launch_decode(rung, drafts, long)
         if not self.launches.draws:
             return self._nothing_drawn(step)
         pending = PendingStep(step, count, range(count), drawn[:count])

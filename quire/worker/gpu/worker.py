@@ -65,6 +65,10 @@ class RankShare:
     """Ranks of the engine on this GPU."""
 
 
+_WARM_UP = ((0, 40), (0, 100), (0, 512), (100, 40))
+"""Prompts that steps are warmed up with: tokens before the chunk, and its own."""
+
+
 class GpuWorker:
     """Plans in, futures out. `weights` None: random ones, made on the device; of a `share` they are its part.
 
@@ -407,17 +411,23 @@ class GpuWorker:
         self._runner.caches = []
 
     def _warm_up(self, decodes: int) -> None:
-        """A step of prompts beside decoding sequences, before anybody waits for its kernels to be compiled."""
-        limit = min(self.table.max_model_len, self.pool.max_model_len)
-        counts = [1] * decodes + [count for count in (40, 100, 512) if count <= limit]
-        counts = counts[: self._options.max_num_seqs]
+        """A step of prompts beside decoding sequences, before anybody waits for its kernels to be compiled; several
+        steps, where it has no room for all of them."""
+        limit, seqs = min(self.table.max_model_len, self.pool.max_model_len), self._options.max_num_seqs
+        chunks = [(0, 1)] * decodes + [(start, count) for start, count in _WARM_UP if start + count <= limit]
+        for first in range(0, len(chunks), seqs):
+            self._warm_up_chunks(chunks[first : first + seqs])
+
+    def _warm_up_chunks(self, chunks: Sequence[tuple[int, int]]) -> None:
+        """One step: of each, tokens that are computed already, and tokens to be computed."""
         plan = StepPlan(0)
-        for row, count in enumerate(counts):
-            blocks = [0] * -(-count // self.table.block_size)
-            plan.starts.append(RowStart(row, [0] * count, count, SamplingParams(temperature=1.0), 0, 0))
+        for row, (start, count) in enumerate(chunks):
+            length = start + count
+            blocks = [0] * -(-length // self.table.block_size)
+            plan.starts.append(RowStart(row, [0] * length, length, SamplingParams(temperature=1.0), 0, 0))
             plan.diffs = [*plan.diffs,
                           *(TableDiff(row, group, 0, blocks) for group in range(len(self.table.tables)))]
-            plan.entries.append(PlanEntry(row, 0, count, sample=True))
+            plan.entries.append(PlanEntry(row, start, count, sample=True))
         # As large steps run, kernel by kernel: a padded one would replay a graph, whose kernels are compiled already.
         padded, self._runner.padded = self._runner.padded, None
         try:
@@ -428,7 +438,7 @@ class GpuWorker:
             self._runner.drafter.runner.begin()
             self._runner.drafter.runner.launch(plan.entries)
             self._runner.drafter.runner.begin()
-        self._runner.run(StepPlan(1, freed_rows=list(range(len(counts)))))
+        self._runner.run(StepPlan(1, freed_rows=list(range(len(chunks)))))
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Launch a plan without waiting. Steps run in the order of their plans; the future completes when its step

@@ -76,7 +76,7 @@ def test_tiles_are_attended_to(
 def test_tiles_never_reach_past_the_last_key(tokens: int) -> None:
     for start in (0, 1, 31, 64, 500):
         for count in (1, 8, 63, 64, 65, 96, 128, 200, 1000):
-            taken = hopper_prefill.taken_tokens(start, count, tokens, hopper_prefill.FIXED)
+            taken = hopper_prefill.whole_tokens(start, count, tokens, 64)
             reach = -(-(start + taken) // 64) * 64
             assert taken % tokens == 0 and taken <= count and (not taken or reach <= start + count)
             if (start + count) % 64 == 0:
@@ -92,5 +92,6 @@ def test_what_the_kernel_does_not_know_is_left_to_others(monkeypatch: pytest.Mon
                         (HeadShape(16, 8, 128), 128)):  # fmt: skip
         assert not hopper_prefill.fits(device, half, shape, page)
     assert not hopper_prefill.fits(device, torch.float32, *known)
+    assert hopper_prefill.fits(device, half, HeadShape(16, 8, 128), 128, hopper_prefill.FAST)
     monkeypatch.setattr(hopper_prefill, "available", lambda device: False)
     assert not hopper_prefill.fits(device, half, *known)

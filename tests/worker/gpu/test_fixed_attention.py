@@ -1,4 +1,5 @@
-"""Deterministic steps: full tiles of prompts go to one kernel, the rest to the other."""
+"""Prompts on Hopper: in deterministic steps full tiles go to one kernel, the rest to the other; else chunks with a
+context to the one, prompts without to others."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ STARTS, COUNTS = [70, 0, 100, 3], [1, 130, 92, 20]
 def staged(attention: TritonAttention, shapes: list[HeadShape]) -> dict[str, np.ndarray]:
     contexts = object.__new__(StepContexts)
     contexts.attention, contexts._plain, contexts._shapes, contexts._block_size = attention, True, shapes, PAGE
+    contexts._alike = len(set(shapes)) == 1
     rows = np.arange(len(COUNTS), dtype=np.int32)
     batch = MixedBatch(list(rows), rows, np.array(STARTS, np.int32), np.array(COUNTS, np.int32), 1)
     stage = Stage()
@@ -77,3 +79,29 @@ def test_a_step_of_both_kernels_attends_to_every_key(attention: TritonAttention)
     assert len(runs) == 1
     want = attention_reference(qkv, cache, table, start, length, SHAPE, 0.2)
     assert torch.allclose(out.float(), want.float(), atol=0.02, rtol=0.02)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch, attention: TritonAttention) -> TritonAttention:
+    return TritonAttention(torch.device("cpu"), torch.bfloat16, same_type=True)
+
+
+def test_chunks_of_plain_steps_go_to_one_kernel_whole(plain: TritonAttention) -> None:
+    """The first sequence decodes; the second has no context and reads its keys from the step's rows."""
+    tiles = staged(plain, [SHAPE])
+    assert covered(tiles, "row_tile", 16) == [(1, token) for token in reversed_tiles(130, 16)]
+    assert sorted(covered(tiles, "paged_tile", 32)) == [(2, token) for token in range(92)] + [(3, t) for t in range(20)]
+    assert not len(tiles["tile_seq"])
+
+
+def reversed_tiles(count: int, tokens: int) -> list[int]:
+    """The last tile first."""
+    firsts = range(0, count, tokens)
+    return [token for first in reversed(firsts) for token in range(first, min(first + tokens, count))]
+
+
+@pytest.mark.parametrize("same_type", [False, True])
+def test_keys_in_another_type_are_left_to_the_tiles(plain: TritonAttention, same_type: bool) -> None:
+    other = TritonAttention(torch.device("cpu"), torch.bfloat16, same_type=same_type)
+    tiles = staged(other, [SHAPE])
+    assert bool(len(tiles["paged_tile_seq"])) == same_type == (not len(tiles["tile_seq"]))

@@ -12,10 +12,14 @@ import pytest
 import torch
 
 from quire.config import CacheConfig
+from quire.kernels.decode_lengths import is_long
 from quire.models.build import build_decoder, dummy_weights
 from quire.scheduler.plan import PlanEntry
 from quire.worker.gpu import worker as worker_module
+from quire.worker.gpu.contexts import StepContexts
+from quire.worker.gpu.drafted import Drafted
 from quire.worker.gpu.options import DeviceOptions
+from quire.worker.gpu.runner import DeviceRunner
 from quire.worker.gpu.worker import GpuWorker
 from tests.worker.gpu import engines
 from tests.worker.gpu.launches import names, recorded
@@ -139,15 +143,40 @@ def test_few_rows_with_many_keys_take_pieces_and_a_kernel_for_bandwidth(
     assert asked == [(132 // kv_heads, 128)] * 2
 
 
-def test_a_step_is_long_from_so_many_keys_on_and_never_beyond_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    contexts = worker_of(monkeypatch, QWEN3)._runner.contexts
-    one, two = ([PlanEntry(row, start, 1, sample=True) for row, start in enumerate(starts)]
-                for starts in ((16384,), (16000, 300)))  # fmt: skip
-    assert contexts.is_long(one, 1) and not contexts.is_long(two, 2)
-    assert contexts.is_long([replace(entry, start=9000) for entry in two], 2)
-    assert not contexts.is_long([replace(entry, start=1 << 20) for entry in one], 32)
+def test_a_step_is_long_from_so_many_keys_on() -> None:
+    assert is_long([16384]) and not is_long([16000, 300]) and is_long([9000, 9000])
+    assert not is_long([8000] * 8) and is_long([30_000] * 8)
+
+
+def test_few_rows_have_launches_for_many_keys_where_texts_can_be_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = worker_of(monkeypatch, QWEN3)._runner
+    assert not runner.contexts.long_rungs(runner.rungs)  # of 64 tokens
+    runner.contexts._max_model_len = 1 << 15
+    assert runner.contexts.long_rungs([1, 2, 4, 8, 32]) == [1, 2, 4, 8]
     fixed = worker_of(monkeypatch, QWEN3, deterministic=True)._runner.contexts
-    assert not fixed.is_long(one, 1)
+    fixed._max_model_len = 1 << 15
+    assert not fixed.long_rungs([1, 2])
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_a_step_with_many_keys_is_launched_as_one_but_not_of_a_draft_model(
+    monkeypatch: pytest.MonkeyPatch, drafting: bool
+) -> None:
+    """Whose decode steps move on: a graph captured in passing would do so twice."""
+    runner = worker_of(monkeypatch, QWEN3)._runner
+    asked: list[tuple[int, bool, bool]] = []
+    monkeypatch.setattr(runner, "launch_decode", lambda *given: asked.append(given))
+    monkeypatch.setattr(runner.draws, "draw", lambda step: None)
+    monkeypatch.setattr(StepContexts, "long_rungs", lambda self, rungs: [1])
+    runner._long_rungs = [1]
+    if drafting:
+        other = DeviceRunner(runner.launches.passes.decoder, worker_of(monkeypatch, QWEN3).ops, runner._table,
+                             torch.device("cpu"), max_num_seqs=2, use_graphs=False, advance=True)
+        assert other._long_rungs == []
+        return
+    for start, drafted in ((20_000, None), (20_000, Drafted([0], [(0, 1)], torch.zeros(0))), (40, None)):
+        runner.launch_staged([PlanEntry(0, start, 1, sample=True)], 0, drafted)
+    assert [long for _, _, long in asked] == [True, False, False]
 
 
 def test_deterministic_steps_are_never_fused_with_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
