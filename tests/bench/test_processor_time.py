@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -53,18 +52,21 @@ def test_a_run_is_disturbed_by_others_and_by_the_host(others: float, stolen: flo
 
 
 def test_a_loop_in_a_child_is_ours_and_one_beside_it_is_not() -> None:
-    """On the real system, with a process that computes for half a second of its own processor time."""
-    loop = "import time\nwhile time.process_time() < 0.5: pass\ninput()"
-    with subprocess.Popen([sys.executable, "-c", loop], stdin=subprocess.PIPE) as child:
-        mine, its, nobody = (ProcessorWatch(pid) for pid in (os.getpid(), child.pid, 2**30))
-        before = mine.read(), its.read(), nobody.read()
-        deadline = time.monotonic() + 60
-        while its.read().own < 0.5:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        after = mine.read(), its.read(), nobody.read()
-        child.communicate(b"\n")
-    assert after[0].own - before[0].own >= 0.4
-    assert after[1].own - before[1].own >= 0.4
-    assert after[2].own == before[2].own == 0.0
-    assert nobody.taken(before[2], after[2]).others > 0.0
+    """On the real system, with a process that computes for half a second of processor time when it is told to."""
+    loop = ("import time\nprint('ready', flush=True)\ninput()\nend = time.process_time() + 0.5\n"
+            "while time.process_time() < end: pass\nprint('done', flush=True)\ninput()")
+    with subprocess.Popen([sys.executable, "-c", loop], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        watches = [ProcessorWatch(pid) for pid in (os.getpid(), child.pid, 2**30)]
+        before = [watch.read() for watch in watches]
+        child.stdin.write("go\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "done\n"
+        after = [watch.read() for watch in watches]
+        child.communicate("end\n")
+    # Counts are in ticks, each rounded down.
+    ours, its, nobodys = (end.own - start.own for start, end in zip(before, after, strict=True))
+    assert ours >= 0.45 and its >= 0.45 and nobodys == 0.0
+    assert watches[2].taken(before[2], after[2]).others > 0.0
