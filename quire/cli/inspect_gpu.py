@@ -34,7 +34,7 @@ def gpu_facts(spec: DecoderSpec, config: Mapping[str, Any], sizes: tuple[int, in
     packed = isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4"
     ranks = []
     for place in Place.all(*sizes):
-        shard = shard_of(spec, place)
+        shard = shard_of(spec, place, stages_help=False)
         kv = shard.kv_bytes_per_block(1, element_size=1)
         ranks.append({"rank": place.index, "weight_bytes": _weights(shard.parameters, packed),
                       "kv_bytes_per_token": {"auto": 2 * kv, "fp8": kv}})

@@ -47,6 +47,8 @@ class Shard:
     place: Place
     first_layer: int
     last_layer: int
+    stages_help: bool = True
+    """Whether the first stage can help the last one with a tied head: on a CPU, not on GPUs."""
 
     @property
     def is_whole(self) -> bool:
@@ -76,7 +78,7 @@ class Shard:
     @cached_property
     def _stages(self) -> list[Run]:
         """Asked for in every step that keeps hidden states."""
-        return stage_layers(self.spec, self.place.num_stages, self.place.tensor_size)
+        return stage_layers(self.spec, self.place.num_stages, self.place.tensor_size, self.stages_help)
 
     # ---- parameters
 
@@ -166,8 +168,9 @@ def _cut_in_layer(share: LayerShare, part: str, kind: str) -> Cut | None:
     return Cut(1, *run) if kind == "weight" else None
 
 
-def shard_of(spec: DecoderSpec, place: Place) -> Shard:
-    """What the rank at `place` holds; refuses sizes that cannot work, with those that would."""
+def shard_of(spec: DecoderSpec, place: Place, stages_help: bool = True) -> Shard:
+    """What the rank at `place` holds; refuses sizes that cannot work, with those that would. `stages_help`: as in a
+    shard; all ranks of an engine must say the same."""
     most = most_tensor_ranks(spec)
     if place.tensor_size > most:
         raise ConfigError(
@@ -178,8 +181,8 @@ def shard_of(spec: DecoderSpec, place: Place) -> Shard:
         raise ConfigError(
             f"pipeline_parallel_size {place.num_stages} is more than the model's {spec.num_layers} layers: "
             f"use 1 to {spec.num_layers}", field="pipeline_parallel_size")
-    first, last = stage_layers(spec, place.num_stages, place.tensor_size)[place.stage]
-    return Shard(spec, place, first, last)
+    first, last = stage_layers(spec, place.num_stages, place.tensor_size, stages_help)[place.stage]
+    return Shard(spec, place, first, last, stages_help)
 
 
 def _shared_things(spec: DecoderSpec) -> list[str]:
@@ -229,10 +232,10 @@ def _chosen_share(spec: DecoderSpec, place: list[str]) -> float:
     return mlp.router.top_k / mlp.router.num_experts if isinstance(mlp, MoeSpec) else 1.0
 
 
-def stage_layers(spec: DecoderSpec, num_stages: int, tensor_size: int = 1) -> list[Run]:
+def stage_layers(spec: DecoderSpec, num_stages: int, tensor_size: int = 1, stages_help: bool = True) -> list[Run]:
     """The layers of each stage: whole layers, dealt so that the dearest stage is as cheap as possible."""
     costs, head = layer_costs(spec)
-    helped = spec.tied_head and num_stages == 2 and tensor_size == 1
+    helped = stages_help and spec.tied_head and num_stages == 2 and tensor_size == 1
     costs[-1] += (_HELPED_HEAD_SHARE if helped else _HEAD_SHARE) * head
     return even_runs(costs, num_stages)
 

@@ -122,7 +122,7 @@ NO_DRAFT = DraftKV()
 
 def block_bytes(shard: Shard, block_size: int, draft: DraftKV = NO_DRAFT, element_size: int = 4) -> BlockBytes:
     def of(place: Place) -> int:
-        own = shard_of(shard.spec, place).kv_bytes_per_block(block_size, element_size)
+        own = shard_of(shard.spec, place, shard.stages_help).kv_bytes_per_block(block_size, element_size)
         return own + draft.on(place) * block_size
 
     place = shard.place

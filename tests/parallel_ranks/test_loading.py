@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quire.bench.ranks.rank_memory import rank_memory
+from quire.cli.inspect_gpu import gpu_facts
 from quire.errors import ConfigError, InvariantError, ModelLoadError
 from quire.kernels.quantized import CodedWeight, QuantizedWeight, UnreadWeight
 from quire.models.build import dummy_weights, stored_parts
@@ -23,6 +24,7 @@ from quire.models.registry import read_spec
 from quire.models.shard import even_runs, shard_of, stage_layers
 from quire.models.stored_parts import NOTHING, take
 from quire.parallel.place import Place
+from quire.worker.memory import block_bytes
 from tests.checkpoints import FAMILY_NAMES, config_of, make_checkpoint, make_model
 from tests.models.loader.tiny_gguf import CONFIGS, tiny_model, write_gguf
 
@@ -243,3 +245,20 @@ def test_the_head_counts_with_a_part_of_what_it_weighs(tied: bool, layers_of_hea
     wide = read_spec(config_of(make_model("llama", **layers, vocab_size=round(layers_of_head * int(layer) / 48))))
     assert stage_layers(spec, 2) == [(0, 4), (4, 8)]
     assert stage_layers(wide, 2) == [(0, 5), (5, 8)]
+
+
+def test_a_tied_head_counts_with_half_where_no_stage_helps() -> None:
+    """On GPUs: what of four layers' weight is a tenth for stages that help is half for these."""
+    layers = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8, "tie_word_embeddings": True}
+    small = read_spec(config_of(make_model("llama", **layers)))
+    layer = sum(np.prod(shape) for name, shape in small.parameters().items() if name.startswith("layers.0."))
+    spec = read_spec(config_of(make_model("llama", **layers, vocab_size=round(4 * int(layer) / 48))))
+    assert stage_layers(spec, 2) == [(0, 4), (4, 8)]
+    assert stage_layers(spec, 2, stages_help=False) == [(0, 5), (5, 8)]
+    shards = [shard_of(spec, place, stages_help=False) for place in Place.all(1, 2)]
+    assert [(shard.first_layer, shard.last_layer) for shard in shards] == [(0, 5), (5, 8)]
+    assert [shards[0].stage_of(f"layers.{layer}") for layer in (4, 5)] == [0, 1]
+    helped = shard_of(spec, Place(0, 1, 0, 2))
+    assert block_bytes(shards[0], 16).own == 5 * block_bytes(helped, 16).own // 4
+    kept = [rank["kv_bytes_per_token"]["fp8"] for rank in gpu_facts(spec, {}, (1, 2))["ranks"]]
+    assert kept[0] * 3 == kept[1] * 5

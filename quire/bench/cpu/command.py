@@ -8,9 +8,9 @@ import statistics
 import subprocess
 import time
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
+from quire.bench.cpu.case_process import CaseProcess, contest
 from quire.bench.cpu.cases import CASES, RIVALS, Workload, workload
 from quire.child import child_environment, module_command
 from quire.errors import QuireError
@@ -135,7 +135,7 @@ def _case(case: str, args: argparse.Namespace, shape: dict[str, int], ceilings: 
     engines = {"quire": _options(args)}
     engines |= {rival: {"vocab_size": shape["vocab_size"]} for rival in ([] if args.no_rival else args.rivals)}
     with ExitStack() as stack:
-        running = {name: stack.enter_context(_Contestant(name, case, args.model, options))
+        running = {name: stack.enter_context(CaseProcess(name, case, args.model, options))
                    for name, options in engines.items()}
         for _ in range(args.repeat):
             for each in running.values():
@@ -215,60 +215,6 @@ def _shape(model: str, quantization: str | None) -> dict[str, int]:
         "kv_bytes_per_token": spec.kv_bytes_per_token,
         "query_width": spec.layers[0].attention.num_heads * spec.layers[0].attention.head_dim,
     }
-
-
-class _Contestant:
-    """One engine on one case in a process of its own, which runs when it is told to."""
-
-    def __init__(self, engine: str, case: str, model: str, options: dict[str, Any]) -> None:
-        self._name = f"case {case} failed on {engine}"
-        self._process = subprocess.Popen(
-            module_command("quire.bench.cpu.contestant", engine, case, model, json.dumps(options)),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment())
-        self.seconds: list[float] = []
-        self._read()
-
-    def __enter__(self) -> _Contestant:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
-
-    def _read(self) -> Any:
-        """The next line of JSON; what a library prints in between is passed over."""
-        assert self._process.stdout is not None and self._process.stderr is not None
-        while line := self._process.stdout.readline():
-            try:
-                return json.loads(line)
-            except json.JSONDecodeError:
-                continue
-        told = self._process.stderr.read().strip().splitlines() or [f"exit code {self._process.wait()}"]
-        raise QuireError(f"{self._name}: {told[-1]}")
-
-    def run(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("run\n")
-        self._process.stdin.flush()
-        self.seconds.append(float(self._read()))
-
-    def finish(self) -> dict[str, Any]:
-        """Seconds of each run, peak memory, the tokens and more of that kind."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        return {"seconds": self.seconds, **self._read()}
-
-
-def contest(engine: str, case: str, model: str, repeat: int, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What one engine alone takes for a case, so many times over."""
-    with _Contestant(engine, case, model, options or {}) as one:
-        for _ in range(repeat):
-            one.run()
-        return one.finish()
 
 
 def _child(module: str, *arguments: str) -> dict[str, Any]:

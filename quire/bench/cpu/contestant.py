@@ -41,7 +41,8 @@ def _quire(case: str, model: str, options: dict[str, Any]) -> Iterator[Contestan
             return [list(output.outputs[0].token_ids) for output in outputs]
 
         yield run, workload(case, llm.vocab_size), lambda: {
-            "kv_pool_bytes": llm.metrics()["kv_pool_bytes"], "first_token_seconds": first_token}
+            "kv_pool_bytes": llm.metrics()["kv_pool_bytes"], "preemptions": llm.metrics()["preemptions"],
+            "first_token_seconds": first_token}
 
 
 @contextmanager

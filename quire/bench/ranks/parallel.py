@@ -1,12 +1,14 @@
 """`quire bench parallel`: What it costs to reach ranks, and how fast one model is over several of them.
 
 The first part has no model: from handing in a plan of decoding sequences to the moment at which the last rank begins
-with it. The second runs cases of `bench cpu` in one process and over ranks, in turns, on the same cores."""
+with it. The second runs cases of `bench cpu` in one process and over ranks, in turns, on the same cores, and says what
+else had these cores meanwhile."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 
 from quire.bench.cpu.cases import CASES
 from quire.bench.ranks.control_plane import control_plane, ray_against_socket
@@ -35,16 +37,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="also: a plan to another node through our socket, against a call of a Ray actor")
     parser.add_argument("--cases", nargs="*", default=["A", "B", "C"], choices=CASES,
                         help="cases of `bench cpu` (default: A B C; none: leave that part out)")
-    parser.add_argument("--sizes", nargs="+", default=["2x1", "1x2"], metavar="TxP",
-                        help="tensor ranks x stages to compare with one process (default: 2x1 1x2)")
-    parser.add_argument("--memory", nargs="+", default=[], metavar="TxP",
+    parser.add_argument("--sizes", nargs="+", type=_size, default=["2x1", "1x2"], metavar="TxP",
+                        help="tensor ranks x stages to compare with one process, 1x1, which always runs "
+                             "(default: 2x1 1x2)")
+    parser.add_argument("--memory", nargs="+", type=_size, default=[], metavar="TxP",
                         help="also measure what each rank of such a size takes at most while it loads")
     parser.add_argument("--layer-times", type=integer, nargs="+", default=[], metavar="ROWS",
                         help="also measure what layers and head take in steps of so many sequences")
     parser.add_argument("--model", default="smollm2-135m", help="model of the cases (default: %(default)s)")
     parser.add_argument("--load-format", default="auto", help="dummy: the model's shapes with random weights")
     parser.add_argument("--repeat", type=integer, default=3, metavar="N",
-                        help="rounds, in each of which every size has its turn (default: %(default)s)")
+                        help="rounds, in each of which every size has its turn; the median of their ratios counts "
+                             "(default: %(default)s)")
+
+
+def _size(word: str) -> str:
+    if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", word):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a size: tensor ranks x stages, as in 2x1")
+    return word
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from quire.engine.assembly.no_worker import NoWorker
 from quire.errors import ConfigError
 from quire.executor.base import Executor
 from quire.models.registry import read_spec
-from quire.models.shard import shard_of
+from quire.models.shard import Shard, shard_of
 from quire.models.spec import DecoderSpec
 from quire.parallel.place import Place
 from quire.ranks.executor import RankExecutor
@@ -19,7 +19,7 @@ from quire.ranks.local import same_for_all, start_local
 from quire.ranks.shared_kv import SharedKV
 from quire.ranks.workers import DUMMY, MODEL
 from quire.speculation.options import DRAFT_MODEL
-from quire.worker.memory import PoolSize, size_pool, smallest_pool
+from quire.worker.memory import PoolSize, available_memory, size_pool, smallest_pool
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
@@ -50,15 +50,25 @@ def build_ranks(source: ModelSource, config: EngineConfig) -> tuple[RankedWorker
     check_parallel(config)
     parallel = config.parallel
     places = Place.all(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    # Refuses sizes that cannot work before any process is started.
+    shards = [shard_of(spec, place) for place in places]
     if config.model.executor == "dummy":
-        pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False))
+        pool = _pool_without_weights(config, shards)
         executor, _ = _start(config, places, {"kind": DUMMY, "vocab_size": spec.vocab_size,
                                               "step_seconds": config.model.dummy_step_ms / 1e3}, same_for_all)
         return NoWorker(spec, pool), executor
-    for place in places:
-        shard_of(spec, place)  # refuses sizes that cannot work before any process is started
     executor, agreed = _start(config, places, {"kind": MODEL, "options": _rank_options(config)}, _smallest)
     return RankedWorker(spec, PoolSize(**agreed), executor), executor
+
+
+def _pool_without_weights(config: EngineConfig, shards: list[Shard]) -> PoolSize:
+    """What ranks with such shards would have."""
+    free = available_memory() // len(shards)
+    return smallest_pool([
+        size_pool(shard.spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False), free,
+                  shard=shard)
+        for shard in shards
+    ])
 
 
 def _start(config: EngineConfig, places: list[Place], worker: dict[str, Any],

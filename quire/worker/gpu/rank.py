@@ -51,7 +51,7 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
     source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
                            cache_dir=model.cache_dir, progress=False)
     spec = read_spec(source.config)
-    shard = shard_of(spec, place)
+    shard = shard_of(spec, place, stages_help=False)
     ranks: DeviceRanks = DeviceRanks()
     if collectives is not None:
         shared = gpu is None and count < place.num_ranks

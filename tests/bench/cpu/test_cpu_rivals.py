@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from quire.bench.cpu.case_process import contest
 from quire.bench.cpu.cases import Workload, workload
-from quire.bench.cpu.command import contest, limit_seconds
+from quire.bench.cpu.command import limit_seconds
 from quire.bench.cpu.rivals import shared_prefix
 from quire.errors import QuireError
 from quire.machine import Ceilings

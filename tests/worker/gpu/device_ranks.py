@@ -78,7 +78,7 @@ class DeviceRankWorkers:
         self.workers: list[GpuWorker] = []
 
         def build(place: Place, ranks: DeviceRanks) -> GpuWorker:
-            shard = shard_of(spec, place)
+            shard = shard_of(spec, place, stages_help=False)
             return GpuWorker(config, dummy_weights(config, parts=stored_parts(config, shard)), cache, options,
                              ops=CpuOps(num_threads=1), speculation=speculation(),
                              share=RankShare(shard, ranks, lambda pool: pool))
