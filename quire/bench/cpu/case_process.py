@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 from types import TracebackType
 from typing import Any
 
@@ -16,9 +17,11 @@ class CaseProcess:
 
     def __init__(self, engine: str, case: str, model: str, options: dict[str, Any]) -> None:
         self._name = f"case {case} failed on {engine}"
+        # A file, since a pipe that nobody reads is full some day: an engine may live for many rounds.
+        self._told = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in __exit__)
         self._process = subprocess.Popen(
             module_command("quire.bench.cpu.contestant", engine, case, model, json.dumps(options)),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment())
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._told, text=True, env=child_environment())
         self.pid = self._process.pid
         self.seconds: list[float] = []
         self._read()
@@ -30,19 +33,21 @@ class CaseProcess:
                  trace: TracebackType | None) -> None:
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+        for stream in (self._process.stdin, self._process.stdout, self._told):
             if stream is not None:
                 stream.close()
 
     def _read(self) -> Any:
         """The next line of JSON; what a library prints in between is passed over."""
-        assert self._process.stdout is not None and self._process.stderr is not None
+        assert self._process.stdout is not None
         while line := self._process.stdout.readline():
             try:
                 return json.loads(line)
             except json.JSONDecodeError:
                 continue
-        told = self._process.stderr.read().strip().splitlines() or [f"exit code {self._process.wait()}"]
+        code = self._process.wait()
+        self._told.seek(0)
+        told = self._told.read().strip().splitlines() or [f"exit code {code}"]
         raise QuireError(f"{self._name}: {told[-1]}")
 
     def run(self) -> float:

@@ -203,13 +203,15 @@ def _accuracy(args: argparse.Namespace, emulated: bool) -> None:
         _show(args, line, " ".join(f"{key}={value}" for key, value in line.items() if key not in ("bench", "case")))
 
 
-def _options(args: argparse.Namespace, max_num_seqs: int, max_model_len: int) -> DeviceOptions:
+def _options(
+    args: argparse.Namespace, max_num_seqs: int, max_model_len: int, step_tokens: int = 16384
+) -> DeviceOptions:
     from quire.worker.gpu.options import DeviceOptions
 
     return DeviceOptions(
         dtype=args.dtype,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens or 16384,
+        max_num_batched_tokens=args.max_num_batched_tokens or step_tokens,
         max_model_len=max_model_len,
         enforce_eager=args.enforce_eager,
         deterministic=args.deterministic,
@@ -227,7 +229,7 @@ def _options(args: argparse.Namespace, max_num_seqs: int, max_model_len: int) ->
 def _long_prompts(model: str, args: argparse.Namespace) -> None:
     from quire.bench.gpu import long_prompts
 
-    options = _options(args, long_prompts.MAX_SEQS, long_prompts.MAX_MODEL_LEN)
+    options = _options(args, long_prompts.MAX_SEQS, long_prompts.MAX_MODEL_LEN, long_prompts.STEP_TOKENS)
     for line in long_prompts.measure(model, options, block_size=args.block_size, depth=args.depth, repeat=args.repeat,
                                      quantization=args.quantization):  # fmt: skip
         _show(args, line, long_prompts.text(line))

@@ -21,6 +21,8 @@ WORKLOADS = ((1, 128_000), (8, 32_000))
 TOKENS = 256
 """Of an output. Prompts are read one after another, so the first have some tokens when the last is read: a small part
 of so many."""
+STEP_TOKENS = 8448
+"""Of a step: chunks of so many tokens are 16 tiles of attention for each of an H200's 132 multiprocessors."""
 MAX_SEQS = max(count for count, _ in WORKLOADS)
 MAX_MODEL_LEN = max(length for _, length in WORKLOADS) + TOKENS
 
