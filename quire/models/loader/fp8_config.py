@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-from quire.errors import UnsupportedModelError
+from quire.errors import ModelLoadError, UnsupportedModelError
+from quire.models.loader.json_file import read_json_object
 
 FIELD = "quantization_config"
+MODELOPT_FILE = "hf_quant_config.json"
 _STRATEGIES = ("tensor", "channel", "block")
 
 
@@ -56,10 +59,22 @@ def _plain(stored: Mapping[str, Any]) -> Fp8Scheme:
     return Fp8Scheme("weight_scale_inv", 128)
 
 
+def beside(path: Path) -> dict[str, Any]:
+    """What ModelOpt's own file beside a config.json says, as `quantization_config` would; nothing without the file."""
+    place = path / MODELOPT_FILE
+    if not place.is_file():
+        return {}
+    stored = read_json_object(place).get("quantization")
+    if not isinstance(stored, Mapping):
+        raise ModelLoadError(f"{place} does not say its 'quantization'")
+    return {FIELD: {"quant_method": "modelopt", **stored}}
+
+
 def _modelopt(stored: Mapping[str, Any]) -> Fp8Scheme:
     algorithm = stored.get("quant_algo")
     if algorithm != "FP8":
         _refuse("quant_algo", algorithm, "; known: FP8")
+    check_kv_scheme(stored)
     kv = stored.get("kv_cache_quant_algo")
     if kv not in (None, "FP8"):
         _refuse("kv_cache_quant_algo", kv, "; known: FP8")

@@ -60,6 +60,9 @@ def _awq(stored: Mapping[str, Any]) -> IntegerScheme:
     version = stored.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
         _refuse("version", version, "; known: gemm")
+    form = stored.get("checkpoint_format") or "gemm"
+    if form != "gemm":
+        _refuse("checkpoint_format", form, "; known: gemm")
     if stored.get("zero_point", True) is not True:
         _refuse("zero_point", stored["zero_point"], "; AWQ checkpoints store zero points")
     return IntegerScheme("awq", (_width(stored, "bits", (4,)),), (_group(stored, "group_size"),))
@@ -71,9 +74,10 @@ def _gptq(stored: Mapping[str, Any]) -> IntegerScheme:
             _refuse(field, stored[field])
     if stored.get("pack_dtype", "int32") not in ("int32", None):
         _refuse("pack_dtype", stored["pack_dtype"], "; known: int32")
-    form = stored.get("checkpoint_format") or "gptq"
+    field = "format" if not stored.get("checkpoint_format") and stored.get("format") else "checkpoint_format"
+    form = stored.get(field) or "gptq"
     if form not in _GPTQ_FORMATS:
-        _refuse("checkpoint_format", form, f"; known: {', '.join(_GPTQ_FORMATS)}")
+        _refuse(field, form, f"; known: {', '.join(_GPTQ_FORMATS)}")
     shift = 1 if form == "gptq" else 0
     return IntegerScheme("gptq", (_width(stored, "bits", _WIDTHS),), (_group(stored, "group_size"),), shift)
 
@@ -131,8 +135,9 @@ def _activations(place: str, group: Mapping[str, Any]) -> Iterator[tuple[str, An
     if not isinstance(inputs, Mapping):
         yield where, inputs
         return
-    for field, wanted in (("type", "int"), ("num_bits", 8), ("dynamic", True)):
-        if inputs.get(field, wanted if field == "type" else None) != wanted:
+    for field, wanted in (("type", "int"), ("num_bits", 8), ("dynamic", True), ("symmetric", True),
+                          ("strategy", "token")):  # fmt: skip
+        if inputs.get(field, None if field in ("num_bits", "dynamic") else wanted) != wanted:
             yield f"{where}.{field}", inputs.get(field)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from quire.errors import ConfigError, ModelLoadError
-from quire.models.loader import mxfp4, safetensors
+from quire.models.loader import fp8_config, mxfp4, safetensors
 from quire.models.loader.catalog import CATALOG
 from quire.models.loader.fp8_config import fp8_scheme
 from quire.models.loader.gguf import GgufFile, GgufTensor
@@ -338,7 +338,7 @@ class FolderSource(ModelSource):
         self, name: str, path: Path, tokenizer_path: Path | None = None, dummy: bool = False
     ) -> None:
         super().__init__(name, path, tokenizer_path, dummy)
-        self._config = read_json_object(path / "config.json")
+        self._config = {**fp8_config.beside(path), **read_json_object(path / "config.json")}
         architectures = self._config.get("architectures")
         if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
             raise ModelLoadError(f"{path / 'config.json'} does not say the model's 'architectures'")

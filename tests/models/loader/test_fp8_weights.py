@@ -103,11 +103,31 @@ def test_scales_of_keys_and_values_come_to_the_fp8_caches_of_their_layers_and_ra
         scales.receive(1, "k", torch.zeros(1), "here")
 
 
+def test_modelopts_own_file_beside_the_config_counts(tmp_path: Path) -> None:
+    """As its exporter writes it where config.json says nothing of quantization."""
+    write_checkpoint(tmp_path, *KINDS["modelopt"])
+    place, config = tmp_path / "config.json", json.loads((tmp_path / "config.json").read_text())
+    want = resolve_model(str(tmp_path)).config
+    del config["quantization_config"]
+    place.write_text(json.dumps(config))
+    beside = tmp_path / "hf_quant_config.json"
+    said = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    beside.write_text(json.dumps({"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": said}))
+    assert fp8_scheme(resolve_model(str(tmp_path)).config) == fp8_scheme(want) is not None
+    beside.write_text(json.dumps({"quantization": {**said, "quant_algo": "NVFP4"}}))
+    with pytest.raises(UnsupportedModelError, match="quant_algo='NVFP4'"):
+        fp8_scheme(resolve_model(str(tmp_path)).config)
+    beside.write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"hf_quant_config\.json does not say its 'quantization'"):
+        resolve_model(str(tmp_path))
+
+
 CHANGED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (BLOCKS, {"weight_block_size": [64, 128]}, "weight_block_size"),
     (BLOCKS, {"activation_scheme": "static"}, "weight_block_size"),
     (BLOCKS, {"fmt": "e5m2"}, "fmt"),
     (MODELOPT, {"quant_algo": "NVFP4"}, "quant_algo"),
+    (MODELOPT, {"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme.num_bits"),
     (MODELOPT, {"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo"),
     (compressed_fp8(), {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "kv_cache_scheme.type"),
     (compressed_fp8(), {"kv_cache_scheme": KV_SCHEME | {"dynamic": True}}, "kv_cache_scheme.dynamic"),

@@ -34,6 +34,7 @@ KEPT: dict[str, tuple[Packer, dict[str, Any], int, int]] = {
     "gptq of 8 bits": (gptq(8), GPTQ | {"bits": 8}, 8, 32),
     "gptq with zero points": (gptq(symmetric=False), GPTQ | {"sym": False}, 4, 32),
     "gptq of 8 bits with zero points": (gptq(8, symmetric=False), GPTQ | {"bits": 8, "sym": False}, 8, 32),
+    "gptq v2 by its other name": (gptq(symmetric=False, stored_less=0), GPTQ | {"format": "gptq_v2"}, 4, 32),
     "gptq v2": (gptq(symmetric=False, stored_less=0), GPTQ | {"checkpoint_format": "gptq_v2"}, 4, 32),
     "compressed": (compressed(), COMPRESSED, 4, 32),
     "compressed of 8 bits": (compressed(8), compressed_config(8), 8, 32),
@@ -127,6 +128,9 @@ def _group(**changes: Any) -> dict[str, Any]:
                                                        **changes}}}
 
 
+DYNAMIC = {"num_bits": 8, "dynamic": True}
+
+
 @pytest.mark.parametrize(
     ("config", "field"),
     [
@@ -141,6 +145,8 @@ def _group(**changes: Any) -> dict[str, Any]:
         (GPTQ | {"bits": 3}, "bits"),
         (GPTQ | {"bits": True}, "bits"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format"),
+        (GPTQ | {"format": "marlin"}, "format"),
+        (AWQ | {"checkpoint_format": "gemv"}, "checkpoint_format"),
         (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype"),
         (COMPRESSED | {"format": "float-quantized"}, "format"),
@@ -155,6 +161,8 @@ def _group(**changes: Any) -> dict[str, Any]:
         (_group(weights={"strategy": "block"}), "config_groups.group_0.weights.strategy"),
         (_group(input_activations={"num_bits": 8, "dynamic": False}), "group_0.input_activations.dynamic"),
         (_group(input_activations={"num_bits": 8, "type": "float", "dynamic": True}), "input_activations.type"),
+        (_group(input_activations=DYNAMIC | {"symmetric": False}), "input_activations.symmetric"),
+        (_group(input_activations=DYNAMIC | {"strategy": "tensor"}), "input_activations.strategy"),
         (_group(output_activations={"num_bits": 8}), "output_activations"),
     ],
 )
