@@ -2,7 +2,7 @@
 
 Of each: microseconds, and what share of its elements has the bits of the kernel in use ("mixed"). A JSON line for each
 batch. "once STAGES": decode steps in one loop; "prefill": `hopper_prefill`, with "mixed" for what it leaves; "cudnn":
-what plain mode has for fresh prompts, "wide" its tiles, and "fast KEYS STAGES [overlap]" what `hopper_prefill` may do
+what plain mode has for fresh prompts, "wide" its tiles, and "fast KEYS STAGES" what `hopper_prefill` may do
 there: these give other bits, "off" says by how much at most.
 """
 
@@ -88,9 +88,8 @@ def _ways(batch: _Batch) -> Iterator[tuple[str, Way]]:
     else:
         yield "prefill", partial(_prefill, batch, hopper_prefill.FIXED)
         yield "wide", partial(_mixed, batch, {"sizes": _WIDE, "exact": False})
-        for sizes in (hopper_prefill.PrefillShape(*each, overlap=over) for each in _FAST for over in (False, True)):
-            name = f"fast {sizes.keys} {sizes.stages}{' overlap' if sizes.overlap else ''}"
-            yield name, partial(_prefill, batch, sizes)
+        for sizes in (hopper_prefill.PrefillShape(*each) for each in _FAST):
+            yield f"fast {sizes.keys} {sizes.stages}", partial(_prefill, batch, sizes)
         if not batch.before:
             yield "cudnn", partial(_cudnn, batch)
 

@@ -36,20 +36,18 @@ _KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """Keys of a turn, turns on their way, whether the operations are those of `attention_mixed` with `exact`, and
-    whether a warp group's softmax runs beside its own products of weights and values (an experiment of the tuner's: no
-    faster)."""
+    """Keys of a turn, turns on their way, and whether the operations are those of `attention_mixed` with `exact`."""
 
     keys: int
     stages: int
     exact: bool = False
-    overlap: bool = False
 
 
 FIXED = PrefillShape(64, 5, exact=True)
 FAST = PrefillShape(128, 3)
-"""H200, 2026-11-18, 32 heads, TFLOP/s of chunks of 8,192 tokens after 24,576 and 118,784 others: 566 and 530 (with
-`overlap` 563 and 540; by `attention_mixed` 446 and 383); of 8 chunks of 1,000: 377, with `overlap` 331."""
+"""H200, 2026-11-18, 32 heads, TFLOP/s of chunks of 8,192 tokens after 24,576 and 118,784 others: 566 and 530 (by
+`attention_mixed` 446 and 383); of 8 chunks of 1,000: 377. With each warp group's softmax beside its own products of
+weights and values, as well: 563, 540 and 331."""
 
 
 def fits(
@@ -130,7 +128,6 @@ def hopper_prefill(
         sizes.stages,
         rows is not None,
         sizes.exact,
-        sizes.overlap,
         _REGISTERS,
         ring,
         sums,

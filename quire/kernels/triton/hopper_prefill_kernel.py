@@ -1,10 +1,9 @@
 """The kernel of `hopper_prefill`, in Gluon: prefill attention over paged keys by two warp groups and a loading warp.
 
 One warp copies keys and values, page by page, into two rings; two warp groups take 64 rows of queries each, so that one
-computes its softmax while the other multiplies. With OVERLAP a warp group also computes its softmax while its own
-products of weights and values run; without, it only issues its next scores before it waits for those. A head's 128
-features come in two halves, since the copy engine swizzles 128 bytes: each half of the scores' sum goes on where the
-other ended, and each half of the values has sums of its own, so no order changes.
+computes its softmax while the other multiplies. A warp group also issues its next scores before it waits for the sum of
+weighted values. A head's 128 features come in two halves, since the copy engine swizzles 128 bytes: each half of the
+scores' sum goes on where the other ended, and each half of the values has sums of its own, so no order changes.
 
 With EXACT it makes the operations of `attention_mixed`, in its order.
 """
@@ -157,7 +156,7 @@ def _forget(ring, full, clean, turn, present, forgotten, WHO: gl.constexpr, STAG
 @gluon.jit
 def _fold_keys(
     q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, keys, forgotten, open_end,
-    reach, scale, WHO: gl.constexpr, EXACT: gl.constexpr, OVERLAP: gl.constexpr, STAGES: gl.constexpr,
+    reach, scale, WHO: gl.constexpr, EXACT: gl.constexpr, STAGES: gl.constexpr,
     SUMS: gl.constexpr, VALUES: gl.constexpr, P: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     """All turns of a tile, of a sequence of so many keys: (sums of values, in halves, and of weights)."""
@@ -173,23 +172,13 @@ def _fold_keys(
     weights, _nothing, maximum, total = _softmax(scores, 0, open_end, reach, scale, maximum, total, EXACT, SUMS)
     p = gl.convert_layout(weights.to(k_ring.dtype), P)
     for turn in range(1, turns):
-        if OVERLAP:
-            scores = _start_scores(q_low, q_high, k_ring, k_full, done + turn, STAGES, SUMS)
-            low, high = _start_values(p, low, high, v_ring, v_full, done + turn - 1, STAGES)
-            # The two products of scores; those of values go on.
-            scores = warpgroup_mma_wait(2, deps=(scores,))
-            mbarrier.arrive(k_free.index((done + turn) % STAGES))
-        else:
-            low, high = _start_values(p, low, high, v_ring, v_full, done + turn - 1, STAGES)
-            scores = _start_scores(q_low, q_high, k_ring, k_full, done + turn, STAGES, SUMS)
-            low, high, scores = warpgroup_mma_wait(0, deps=(low, high, scores))
-            mbarrier.arrive(v_free.index((done + turn - 1) % STAGES))
-            mbarrier.arrive(k_free.index((done + turn) % STAGES))
+        low, high = _start_values(p, low, high, v_ring, v_full, done + turn - 1, STAGES)
+        scores = _start_scores(q_low, q_high, k_ring, k_full, done + turn, STAGES, SUMS)
+        low, high, scores = warpgroup_mma_wait(0, deps=(low, high, scores))
+        mbarrier.arrive(v_free.index((done + turn - 1) % STAGES))
+        mbarrier.arrive(k_free.index((done + turn) % STAGES))
         weights, shrink, maximum, total = _softmax(
             scores, turn * KEYS, open_end, reach, scale, maximum, total, EXACT, SUMS)
-        if OVERLAP:
-            low, high, p = warpgroup_mma_wait(0, deps=(low, high, p))
-            mbarrier.arrive(v_free.index((done + turn - 1) % STAGES))
         low, high = _shrink(low, high, shrink, VALUES)
         p = gl.convert_layout(weights.to(k_ring.dtype), P)
     if not EXACT and keys < turns * KEYS:
@@ -204,7 +193,7 @@ def _fold_keys(
 def _attend_tiles(
     qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first, query_start, context_len, out,
     num_items, scale, q_stride, WHO: gl.constexpr, STAGES: gl.constexpr, NUM_HEADS: gl.constexpr,
-    NUM_KV: gl.constexpr, GROUP: gl.constexpr, EXACT: gl.constexpr, OVERLAP: gl.constexpr, SUMS: gl.constexpr,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, EXACT: gl.constexpr, SUMS: gl.constexpr,
     VALUES: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its half of the rows of one tile after another."""
@@ -234,7 +223,7 @@ def _attend_tiles(
         open_end = (before + first + 1) // KEYS * KEYS
         low, high, total = _fold_keys(
             q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, before + queries,
-            forgotten, open_end, reach, scale, WHO, EXACT, OVERLAP, STAGES, SUMS, VALUES, P, STORED)
+            forgotten, open_end, reach, scale, WHO, EXACT, STAGES, SUMS, VALUES, P, STORED)
         done += turns
         if before + queries < turns * KEYS:
             forgotten += 1
@@ -270,7 +259,7 @@ def hopper_prefill_kernel(
     STAGES: gl.constexpr,
     HAS_ROWS: gl.constexpr,
     EXACT: gl.constexpr,
-    OVERLAP: gl.constexpr,
+   
     REGISTERS: gl.constexpr,
     RING: gl.constexpr,
     SUMS: gl.constexpr,
@@ -296,10 +285,10 @@ def hopper_prefill_kernel(
         [
             (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
                              query_start, context_len, out, num_items, scale, q_stride, 0, STAGES, NUM_HEADS, NUM_KV,
-                             GROUP, EXACT, OVERLAP, SUMS, VALUES, STORED)),
+                             GROUP, EXACT, SUMS, VALUES, STORED)),
             (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
                              query_start, context_len, out, num_items, scale, q_stride, 1, STAGES, NUM_HEADS, NUM_KV,
-                             GROUP, EXACT, OVERLAP, SUMS, VALUES, STORED)),
+                             GROUP, EXACT, SUMS, VALUES, STORED)),
             (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows, tile_seq,
                            tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
                            2 * 64 // GROUP, PAGE, HAS_ROWS)),

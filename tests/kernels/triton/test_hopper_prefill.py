@@ -19,7 +19,7 @@ from tests.kernels.triton.gluon_interpreter import interpreting
 
 ORDERS = (range, lambda n: reversed(range(n)), lambda n: random.Random(n).sample(range(n), n))
 SEEDS = (None, 1, 2)
-SIZES = (hopper_prefill.FIXED, hopper_prefill.FAST, hopper_prefill.PrefillShape(64, 2, overlap=True))
+SIZES = (hopper_prefill.FIXED, hopper_prefill.FAST, hopper_prefill.PrefillShape(64, 2))
 
 
 @pytest.mark.parametrize(
