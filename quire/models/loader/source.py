@@ -101,6 +101,11 @@ class ModelSource(ABC):
     def stores_integers(self) -> bool:
         """Whether matrices of the file are integers with scales."""
 
+    @property
+    @abstractmethod
+    def stores_codes(self) -> bool:
+        """Whether matrices of the file are integers, fp8 or MXFP4 with scales."""
+
     @abstractmethod
     def _weights(
         self, dtype: torch.dtype | None, parts: StoredParts | None
@@ -199,6 +204,11 @@ class GgufSource(ModelSource):
     @property
     def stores_integers(self) -> bool:
         return not self.is_dummy and any(tensor.format.coding is not None for tensor in self._file.tensors.values())
+
+    @property
+    def stores_codes(self) -> bool:
+        mxfp4 = not self.is_dummy and any(tensor.format.name == MXFP4 for tensor in self._file.tensors.values())
+        return mxfp4 or self.stores_integers
 
     def _read(
         self, tensor: GgufTensor, name: str, dtype: torch.dtype | None, ranges: Ranges | None
@@ -371,6 +381,11 @@ class FolderSource(ModelSource):
     @property
     def stores_integers(self) -> bool:
         return not self.is_dummy and integer_scheme(self._config) is not None
+
+    @property
+    def stores_codes(self) -> bool:
+        fp8 = fp8_scheme(self._config) is not None
+        return self.stores_integers or (not self.is_dummy and (fp8 or self._is_mxfp4))
 
     def _weights(
         self, dtype: torch.dtype | None, parts: StoredParts | None
