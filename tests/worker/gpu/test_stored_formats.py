@@ -16,7 +16,7 @@ from quire.models.loader.source import resolve_model
 from quire.worker.gpu.speculation import speculation_of
 from tests.checkpoints import make_checkpoint, make_model
 from tests.fp8_checkpoints import KINDS
-from tests.integer_checkpoints import AWQ, awq, compressed, compressed_config, gptq, write_checkpoint
+from tests.integer_checkpoints import AWQ, GPTQ, awq, compressed, compressed_config, gptq, write_checkpoint
 from tests.models.loader.tiny_gguf import tiny_model, write_gguf
 from tests.mxfp4_checkpoints import write_mxfp4
 
@@ -25,13 +25,12 @@ def _gguf(kind: str) -> Callable[[Path], Any]:
     return lambda folder: write_gguf(folder / "model.gguf", "llama", tiny_model("llama"), kind)
 
 
-_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 _STORED: dict[str, tuple[Callable[[Path], Any], bool]] = {
     "floats": (make_checkpoint, False), "GGUF F16": (_gguf("F16"), False),
     "GGUF Q4_0": (_gguf("Q4_0"), True), "GGUF Q8_0": (_gguf("Q8_0"), True),
     "mxfp4": (lambda folder: write_mxfp4(folder, make_model("gpt_oss", hidden_size=64, intermediate_size=96)), True),
     "awq": (lambda folder: write_checkpoint(folder, awq(), AWQ), True),
-    "gptq": (lambda folder: write_checkpoint(folder, gptq(), _GPTQ), True),
+    "gptq": (lambda folder: write_checkpoint(folder, gptq(), GPTQ), True),
     "int4": (lambda folder: write_checkpoint(folder, compressed(), compressed_config()), True),
     "int8": (lambda folder: write_checkpoint(folder, compressed(8, -1, plain=True),
                                              compressed_config(8, -1, plain=True)), True),
