@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from quire.bench.checkpoints.names import LAYOUT_NAMES
@@ -28,28 +29,26 @@ def run(args: argparse.Namespace) -> int:
                         else (accuracy.FORMATS, accuracy.REFERENCE))
     formats = args.formats or ([] if files else [name for name in every if name != reference])
     lines = (format_accuracy if gpu else accuracy).measure(asked, formats, args.kl_texts)
-    if args.table:
-        print("\n".join(table(lines, asked.tasks)))
-        return 0
-    for line in lines:
-        print(json.dumps(line), flush=True)
+    for line in table(lines, asked.tasks) if args.table else map(json.dumps, lines):
+        print(line, flush=True)
     return 0
 
 
-def table(lines: Iterable[dict[str, Any]], tasks: Iterable[str]) -> list[str]:
-    """A row for each format, in the syntax of the documentation."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for line in lines:
-        found.setdefault(line["format"], {})[line["task"]] = line
-    tasks = list(tasks)
-    rows = [["format", *tasks, "KL", "the likeliest token the same", "MiB of weights"]]
-    for name, of in found.items():
+def table(lines: Iterable[dict[str, Any]], tasks: Sequence[str]) -> Iterator[str]:
+    """A row for each format as soon as it is measured, in the syntax of the documentation."""
+    head = ["format", *tasks, "KL", "the likeliest token the same", "MiB of weights"]
+    for cells in (head, ["---"] * len(head)):
+        yield _row(cells)
+    for name, some in groupby(lines, key=lambda line: line["format"]):
+        of = {line["task"]: line for line in some}
         kl, size = of.get("kl"), next(iter(of.values())).get("weight_bytes")
-        rows.append([f"`{name}`", *(_points(of[task]) if task in of else "" for task in tasks),
-                     f"{kl['kl']:.2g} ± {kl['kl_error']:.1g}" if kl else "",
-                     f"{100 * kl['same_likeliest']:.1f}%" if kl else "", f"{size / 2**20:.0f}" if size else ""])
-    rows.insert(1, ["---"] * len(rows[0]))
-    return ["| " + " | ".join(row) + " |" for row in rows]
+        yield _row([f"`{name}`", *(_points(of[task]) if task in of else "" for task in tasks),
+                    f"{kl['kl']:.2g} ± {kl['kl_error']:.1g}" if kl else "",
+                    f"{100 * kl['same_likeliest']:.1f}%" if kl else "", f"{size / 2**20:.0f}" if size else ""])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _points(line: dict[str, Any]) -> str:

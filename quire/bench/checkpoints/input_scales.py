@@ -12,8 +12,8 @@ from torch import Tensor
 from quire.bench.checkpoints.fp8_layouts import LARGEST
 from quire.bench.whole_pass import logits_of
 from quire.kernels.slices import Slices
+from quire.models.build import build_decoder
 from quire.ops.reference import PlainLinear, TorchOps
-from quire.worker.gpu.weights import build_on_device
 
 if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
@@ -43,18 +43,16 @@ class _WatchedInputs(TorchOps):
 
 
 def _keys(weight: Tensor) -> list[bytes]:
-    return [row.tobytes() for row in weight.float().cpu().numpy()]
+    return [row.tobytes() for row in weight.float().numpy()]
 
 
 @torch.inference_mode()
-def input_scales(
-    source: ModelSource, weights: Mapping[str, Tensor], texts: list[str], device: torch.device
-) -> dict[str, float]:
+def input_scales(source: ModelSource, weights: Mapping[str, Tensor], texts: list[str]) -> dict[str, float]:
     """By the name of each weight that gets one: the scale by which its largest input is e4m3's largest number."""
     ops, tokenizer = _WatchedInputs(weights), source.tokenizer()
     tokens = [tokenizer.encode(text) for text in texts]
-    decoder = build_on_device(source.config, source.weights(), ops, device, torch.float32, max(map(len, tokens)))
-    with torch.device(device):
+    with torch.device("cpu"):
+        decoder = build_decoder(source.config, source.weights(), ops, max_model_len=max(map(len, tokens)))
         for each in tokens:
             logits_of(decoder, each)
     return {name: ops.largest[name] / LARGEST for name in weights}

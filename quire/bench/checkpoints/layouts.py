@@ -85,7 +85,7 @@ class Checkpoints:
     @cached_property
     def _input_scales(self) -> dict[str, float]:
         exact = {name: weight for name, weight in self._source.weights() if name in self._matrices}
-        return input_scales(self._source, exact, texts(_CALIBRATED_ON), self._device)
+        return input_scales(self._source, exact, texts(_CALIBRATED_ON))
 
     @property
     def group(self) -> int:

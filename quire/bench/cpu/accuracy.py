@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--files", nargs="+", choices=(*LAYOUT_NAMES, "all"), default=(), metavar="LAYOUT",
                         help="write the model as a checkpoint in each of these layouts, rounded to the nearest, and "
                         f"compare that too: all, {', '.join(LAYOUT_NAMES)}")
-    parser.add_argument("--table", action="store_true", help="print one table at the end instead of lines of JSON")
+    parser.add_argument("--table", action="store_true", help="print a table instead of lines of JSON")
     parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS), help="what to ask (default: all)")
     parser.add_argument("--limit", type=int, default=1000, metavar="N",
                         help="ask the first N questions of each task (0: all; default: %(default)s)")

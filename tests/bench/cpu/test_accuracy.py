@@ -60,7 +60,7 @@ def test_a_model_is_compared_in_the_layouts_it_is_written_in(tmp_path: Path, mon
     assert list(found) == [("float32", "lambada"), *((name, task) for name in ("int8", "awq", "q8_0")
                                                      for task in ("lambada", "kl"))]
     assert 0 < found["q8_0", "kl"]["kl"] < found["awq", "kl"]["kl"] < 1
-    shown = table(lines, asked.tasks)
+    shown = list(table(lines, asked.tasks))
     assert len(shown) == 2 + 4 and len({row.count("|") for row in shown}) == 1
     assert f"{found['awq', 'kl']['kl']:.2g}" in next(row for row in shown if row.startswith("| `awq`"))
     with pytest.raises(QuireError, match="fp8-kv needs --device cuda"):
