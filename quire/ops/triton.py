@@ -40,7 +40,7 @@ from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 from quire.ops import device_experts
 from quire.ops.device_formats import DeviceFormats
-from quire.ops.device_weights import CodesLinear, DeviceGroup, DeviceLinear, ExpertLinear, QuantizedLinear
+from quire.ops.device_weights import BytesLinear, CodesLinear, DeviceGroup, DeviceLinear, ExpertLinear, QuantizedLinear
 from quire.ops.interface import Fusion, Ops, PackedLinear
 from quire.parallel.collectives import TensorGroup
 
@@ -190,8 +190,8 @@ class TritonOps(Ops):
             return linear_fixed.linear_fixed(x, w.weight, w.bias, None, w.slices, sizes=shape, parts=parts)
         return None
 
-    def linear_nodes(self, x: Tensor, w: Any, out: Tensor | None = None) -> Tensor:
-        if isinstance(w, CodesLinear):
+    def linear_nodes(self, x: Any, w: Any, out: Tensor | None = None) -> Tensor:
+        if isinstance(w, CodesLinear | BytesLinear):
             return self._formats.linear_nodes(x, w, out)
         if w.slices is None:
             raise EngineError("a weight without slices has no tree of sums: use linear")
@@ -203,7 +203,8 @@ class TritonOps(Ops):
     ) -> Tensor:
         """In deterministic mode the additions of one rank; else the fastest GEMM, and a sum over ranks."""
         if self.deterministic:
-            return super().linear_over_ranks(x, w, ranks, tree, bias, residual).to(x.dtype)
+            x = self._formats.shared_rows(x, w, ranks) if isinstance(w, BytesLinear) else x
+            return super().linear_over_ranks(x, w, ranks, tree, bias, residual).to(self.dtype)
         room = ranks.room(x.shape[0], w.out_features, self.dtype)
         return ranks.sum_parts(self.linear(x, w, None, room), bias, residual)
 
