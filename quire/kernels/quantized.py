@@ -66,6 +66,8 @@ class CodedWeight(ABC):
     """A weight [N, K] of codes with scales, whatever the codes are."""
 
     __slots__ = ()
+    kept: bool = False
+    """Nobody rounds it: the checkpoint's config excludes it."""
 
     @property
     @abstractmethod
@@ -261,6 +263,33 @@ class UnreadWeight(CodedWeight):
             found[at : at + piece.shape[0]] = piece.dequantized()
             at += piece.shape[0]
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class FloatWeight(CodedWeight):
+    """A weight [N, K] that a checkpoint with codes holds as floats, or a part of one whose codes could not be cut."""
+
+    floats: Tensor
+    kept: bool = True
+    """If not, a device may round it that would round the whole as well."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.floats.shape
+        return n, k
+
+    def to(self, device: torch.device) -> FloatWeight:
+        return replace(self, floats=self.floats.to(device))
+
+    def rows(self, index: Tensor | Sequence[int] | slice) -> FloatWeight:
+        return replace(self, floats=self.floats[index])
+
+    def columns(self, start: int, stop: int) -> FloatWeight:
+        return replace(self, floats=self.floats[:, start:stop])
+
+    def dequantized(self) -> Tensor:
+        """In the type that it is stored in."""
+        return self.floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from quire.errors import EngineError
-from quire.kernels.quantized import CodedWeight, Fp8Weight, QuantizedWeight, Rounding, UnreadWeight, WeightUse
+from quire.kernels.quantized import (
+    CodedWeight,
+    FloatWeight,
+    Fp8Weight,
+    QuantizedWeight,
+    Rounding,
+    UnreadWeight,
+    WeightUse,
+)
 from quire.kernels.quantized import joined as joined_codes
 from quire.kernels.slices import Slices
 from quire.kernels.triton import (
@@ -32,7 +40,16 @@ from quire.kernels.triton.coded_rows import FP8, CodedRows
 from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.ops import device_experts
 from quire.ops.cpu_integer import group_of
-from quire.ops.device_weights import BytesLinear, CodesLinear, QuantizedLinear, SplitLinear, to_codes, to_fp8, to_int8
+from quire.ops.device_weights import (
+    BytesLinear,
+    CodesLinear,
+    DeviceLinear,
+    QuantizedLinear,
+    SplitLinear,
+    to_codes,
+    to_fp8,
+    to_int8,
+)
 from quire.parallel.collectives import TensorGroup
 
 _EARLY_ROWS = 512
@@ -52,15 +69,17 @@ INT8_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (1 << 62, (1
 
 class DeviceFormats:
     """The formats of one device. `rounding`: what weights that the file stores as floats become at load; None: they
-    stay floats."""
+    stay floats. `plain` multiplies those."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, rounding: Rounding | None, *, deterministic: bool,
-        pdl: bool, scratch: linear_prefetch.PrefetchScratch | None,
+        self, device: torch.device, dtype: torch.dtype, rounding: Rounding | None,
+        plain: Callable[[Tensor, DeviceLinear], Tensor], *, deterministic: bool, pdl: bool,
+        scratch: linear_prefetch.PrefetchScratch | None,
     ) -> None:  # fmt: skip
         self._device = device
         self._dtype = dtype
         self._rounding = rounding
+        self._plain = plain
         self._deterministic = deterministic
         self._pdl = pdl
         self._scratch = scratch
@@ -124,18 +143,22 @@ class DeviceFormats:
         """The parts one below the other; runs of neighbours that have one format are multiplied as one."""
         bias = None if bias is None else bias.to(self._device, self._dtype).contiguous()
         slices = slices if self._deterministic else None
-        found: list[BytesLinear | CodesLinear] = []
+        found: list[BytesLinear | CodesLinear | DeviceLinear] = []
         start = 0
         for _, run in groupby(_by_format(parts), key=lambda pair: pair[0]):
             some = [part for _, part in run]
             end = start + sum(part.shape[0] for part in some)
             found.append(self._pack_run(some, None if bias is None else bias[start:end], slices))
             start = end
-        return found[0] if len(found) == 1 else SplitLinear(tuple(found))
+        whole = found[0] if len(found) == 1 else None
+        return SplitLinear(tuple(found)) if whole is None or isinstance(whole, DeviceLinear) else whole
 
     def _pack_run(
         self, parts: list[CodedWeight], bias: Tensor | None, slices: Slices | None
-    ) -> BytesLinear | CodesLinear:
+    ) -> BytesLinear | CodesLinear | DeviceLinear:
+        floats = [part.floats.to(self._device, self._dtype) for part in parts if isinstance(part, FloatWeight)]
+        if floats:
+            return DeviceLinear(torch.cat(floats), bias, slices)
         fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
         if fp8:
             return self._pack_fp8(fp8, bias, slices)
@@ -201,7 +224,9 @@ class DeviceFormats:
             raise EngineError("rows in fp8 or int8 for a weight of integer codes")
         if isinstance(w, CodesLinear):
             return self._codes(x, w, residual, out)
-        found = torch.cat([self.linear(x, part, None, None) for part in w.parts], 1)
+        parts = [self._plain(x, part) if isinstance(part, DeviceLinear) else self.linear(x, part, None, None)
+                 for part in w.parts]
+        found = torch.cat(parts, 1)
         found = found if residual is None else found.add_(residual)
         return found if out is None else out.copy_(found)
 
@@ -424,7 +449,9 @@ def _by_format(parts: Sequence[CodedWeight]) -> list[tuple[object, CodedWeight]]
     found: list[tuple[object, CodedWeight]] = []
     for place, part in enumerate(parts):
         kind: object = place
-        if isinstance(part, Fp8Weight):
+        if isinstance(part, FloatWeight):
+            kind = "floats"
+        elif isinstance(part, Fp8Weight):
             kind = "fp8", part.scales.shape[1] == 1
         elif isinstance(part, QuantizedWeight):
             kind = part.group, part.zero, part.bits, part.int8_rows, _same_order(found, part, place)

@@ -127,9 +127,10 @@ class CodesLinear:
 
 @dataclass(slots=True)
 class SplitLinear:
-    """Parts of different formats, one below the other, each multiplied by itself: Q4_K files have values in Q6_K."""
+    """Parts of different formats, one below the other, each multiplied by itself: Q4_K files have values in Q6_K, and
+    a config may keep keys in floats."""
 
-    parts: tuple[BytesLinear | CodesLinear, ...]
+    parts: tuple[BytesLinear | CodesLinear | DeviceLinear, ...]
 
     @property
     def out_features(self) -> int:

@@ -60,6 +60,7 @@ class TritonOps(Ops):
     """
 
     attention: TritonAttention
+    mixes_formats = True
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class TritonOps(Ops):
         deep = 256 if fixed_table.names_wide() else 128
         self._deep = fixed_tiles.TileScratch.for_device(self.device, deep) if timed else None
         self._formats = DeviceFormats(
-            self.device, dtype, rounding, deterministic=deterministic, pdl=pdl, scratch=self._parts
+            self.device, dtype, rounding, self.linear, deterministic=deterministic, pdl=pdl, scratch=self._parts
         )
         self._copy_engine = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
         self.attention = TritonAttention(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.kernels.quantized import UNIT, Fp8Weight, QuantizedWeight, StoredWeight, joined_fp8
+from quire.kernels.quantized import UNIT, FloatWeight, Fp8Weight, QuantizedWeight, StoredWeight, joined_fp8
 from quire.kernels.quantized import joined as joined_weights
 from quire.models.loader import safetensors
 from quire.models.loader.quantization_config import IntegerScheme
@@ -81,7 +81,7 @@ def _taken(weight: StoredWeight, ranges: Ranges) -> StoredWeight:
         return take(weight if isinstance(weight, Tensor) else weight.dequantized(), ranges)
     cut = any(edge % min(UNIT, weight.group) for run in runs for edge in run)
     if dim == 1 and (cut or weight.order is not None):
-        return take(weight.dequantized(), ranges)
+        return FloatWeight(take(weight.dequantized(), ranges), kept=False)
     pieces = [weight.rows(slice(*run)) if dim == 0 else weight.columns(*run) for run in runs]
     return joined_weights(pieces, dim)
 
