@@ -35,8 +35,9 @@ class ExcludedModules:
         self._runs: list[tuple[str, ...]] = []
         """Parts of names that follow one another."""
         stored = config.get(_CONFIG)
-        for field in _FIELDS if isinstance(stored, Mapping) else ():
-            self._take(field, stored.get(field))
+        if isinstance(stored, Mapping):
+            for field in _FIELDS:
+                self._take(field, stored.get(field))
 
     def _take(self, field: str, entries: Any) -> None:
         if entries is None:

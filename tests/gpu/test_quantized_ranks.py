@@ -22,19 +22,23 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 EIGHT: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
                          "num_key_value_heads": 2, "head_dim": 32}
+FOUR = EIGHT | {"num_attention_heads": 4, "head_dim": 64}
 THREE: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 288, "num_attention_heads": 3,
                          "num_key_value_heads": 1, "head_dim": 64}
 """Uneven: nine units of 32 in eight slices of the MLP, and two heads in a block of 128 columns."""
 W8A8 = (compressed(8, -1, plain=True), compressed_config(8, -1, plain=True))
+KEPT = (None, compressed_config(8, -1, plain=True) | {"ignore": ["re:.*k_proj", "model.layers.0.mlp.down_proj"]})
+"""Floats all, of which the config excludes some."""
 
 
-def checkpoint(folder: Path, sizes: dict[str, Any], form: tuple[Packer, dict[str, Any]] | None) -> None:
+def checkpoint(folder: Path, sizes: dict[str, Any], form: tuple[Packer | None, dict[str, Any]] | None) -> None:
     """A Llama in bf16, its layers' projections packed in a format of files."""
     config = {**config_of("llama"), **sizes}
     stored: Stored = {}
     for name, weight in weights_of(config):
-        if form is not None and name.endswith("_proj.weight"):
-            tensors, _ = form[0](weight.float())
+        pack = None if form is None else form[0]
+        if pack is not None and name.endswith("_proj.weight"):
+            tensors, _ = pack(weight.float())
             stored.update({f"{name.removesuffix('.weight')}.{member}": each for member, each in tensors.items()})
         else:
             stored[name] = weight.to(torch.bfloat16)
@@ -50,13 +54,14 @@ CASES: dict[str, tuple[dict[str, Any], Any, dict[str, Any], list[tuple[int, int]
     "fp8 without graphs": (EIGHT, None, {"quantization": "fp8", "enforce_eager": True}, [(3, 1)]),
     "int8": (EIGHT, None, {"quantization": "int8"}, [(2, 1), (3, 1)]),
     "int8 in groups": (EIGHT, None, {"quantization": "int8", "quantization_group_size": 64}, [(2, 1)]),
-    "int4": (EIGHT, None, {"quantization": "int4", "quantization_group_size": 32}, [(2, 1)]),
+    "int4": (FOUR, None, {"quantization": "int4", "quantization_group_size": 64}, [(2, 1), (3, 1)]),
     "W8A8 of a file": (EIGHT, W8A8, {"quantization": "file"}, [(2, 1), (3, 1)]),
     "fp8 dynamic of a file": (EIGHT, KINDS["compressed, a scale a row"], {"quantization": "file"}, [(3, 1)]),
     "fp8 static of a file": (EIGHT, KINDS["compressed, static"], {"quantization": "file"}, [(2, 1)]),
     "fp8 in blocks": (EIGHT, KINDS["blocks"], {"quantization": "file"}, [(2, 1)]),
     "fp8 in blocks that ranks cut": (THREE, KINDS["blocks"], {"quantization": "file"}, [(2, 1), (3, 1)]),
-    "AWQ": (EIGHT, (awq(), AWQ), {"quantization": "file"}, [(2, 1)]),
+    "fp8 but for keys and one down": (EIGHT, KEPT, {"quantization": "fp8"}, [(2, 1), (3, 1)]),
+    "AWQ": (FOUR, (awq(), AWQ), {"quantization": "file"}, [(2, 1)]),
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from quire.kernels.quantized import Fp8Weight, QuantizedWeight, Rounding
 from quire.kernels.slices import RankTree, Slices
-from quire.kernels.triton import coded_rows
+from quire.kernels.triton import coded_rows, linear_fixed
 from quire.layers.linear import SharedLinear
 from quire.models.build import build_decoder, stored_parts
 from quire.models.loader.source import resolve_model
@@ -161,6 +161,24 @@ def test_ranks_have_the_bits_of_one(kind: str) -> None:
 
         for rank, found in enumerate(over_ranks(size, run)):
             assert torch.equal(found, want), (size, rank)
+
+
+@pytest.mark.parametrize("kind", ["fp8 at load, uneven slices", "int8 of a file", "blocks that heads cut"])
+@torch.inference_mode()
+def test_programs_that_sum_all_slices_have_the_bits_of_those_that_share_them(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a row those that it has in another batch."""
+    slices, rounding, make, _ = CASES[kind]
+    ops = TritonOps("cpu", HALF, deterministic=True, rounding=rounding)
+    kept = ops.quantized(make(slices.sum_width), slices)
+    assert kept is not None
+    packed = ops.pack_quantized([kept], numbers(FEATURES, seed=9), slices)
+    x, residual = rows_of(67, slices.sum_width), numbers(67, FEATURES, seed=1)
+    shared = ops.linear(x, packed, residual)
+    assert torch.equal(ops.linear(x[60:66].contiguous(), packed, residual[60:66].contiguous()), shared[60:66])
+    monkeypatch.setattr(linear_fixed, "_PROGRAMS", 1)
+    assert torch.equal(ops.linear(x, packed, residual), shared)
 
 
 def test_what_cannot_be_cut_alike_is_floats_at_every_size() -> None:
