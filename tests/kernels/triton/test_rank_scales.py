@@ -1,5 +1,6 @@
 """Rows in fp8 or int8 of which ranks have some columns each: by the largest number of whole rows, with the bits of one
-rank. Ranks are threads that take turns: Triton's interpreter runs one kernel at a time."""
+rank. Ranks are threads that take turns: Triton's interpreter runs one kernel at a time. With a GPU the kernels are
+compiled."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ from tests.integer_checkpoints import compressed, compressed_config, write_check
 from tests.paged_driver import PagedDriver
 from tests.parallel_ranks.rank_threads import side_by_side
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.float16
 """The interpreter rounds to it as torch does; of bfloat16 it cuts off what does not fit."""
 FP8_AT_LOAD, INT8_AT_LOAD = Rounding(None, fp8=True), Rounding(8, 0)
@@ -71,13 +73,13 @@ def over_ranks(size: int, call: Callable[[TurnGroup], Any]) -> list[Any]:
 
 
 def numbers(*size: int, seed: int = 0) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(HALF)
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, HALF)
 
 
 def rows_of(count: int, width: int) -> Tensor:
     """The largest number of a row is now here, now there."""
     x = numbers(count, width, seed=count)
-    x[torch.arange(count), torch.arange(count) * 37 % width] *= 9
+    x[torch.arange(count, device=DEVICE), torch.arange(count, device=DEVICE) * 37 % width] *= 9
     return x
 
 
@@ -92,18 +94,19 @@ def test_the_largest_numbers_of_parts_make_the_codes_of_the_whole() -> None:
         found = [coded_rows.quantize_rows(part, peaks=peaks, dtype=dtype) for part in parts]
         assert torch.equal(torch.cat([each.codes.view(torch.uint8) for each in found], 1), want.codes.view(torch.uint8))
         assert all(torch.equal(each.scales, want.scales) for each in found)
-        assert torch.equal(coded_rows.row_peaks(x, torch.empty(5)), peaks)
+        assert torch.equal(coded_rows.row_peaks(x, torch.empty(5, device=DEVICE)), peaks)
 
 
 def file_int8(features: int, width: int) -> QuantizedWeight:
     codes = torch.randint(1, 256, (features, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    return QuantizedWeight(codes, torch.rand(features, 1) / 50 + 0.01, None, 128, 8, width, int8_rows=True)
+    scales = torch.rand(features, 1, generator=torch.Generator().manual_seed(5)) / 50 + 0.01
+    return QuantizedWeight(codes.to(DEVICE), scales.to(DEVICE), None, 128, 8, width, int8_rows=True)
 
 
 def file_fp8(features: int, width: int, group: int | None = None, fixed: float | None = None) -> Fp8Weight:
     group = group or width
     scales = torch.rand(features, -(-width // group), generator=torch.Generator().manual_seed(4)) + 0.5
-    return Fp8Weight(numbers(features, width, seed=6).to(coded_rows.FP8), scales, group, fixed)
+    return Fp8Weight(numbers(features, width, seed=6).to(coded_rows.FP8), scales.to(DEVICE), group, fixed)
 
 
 FEATURES = 40
@@ -137,7 +140,7 @@ def test_ranks_have_the_bits_of_one(kind: str) -> None:
     slices, rounding, make, exchanges = CASES[kind]
     weight, bias = make(slices.sum_width), numbers(FEATURES, seed=9)
     x, residual = rows_of(7, slices.sum_width), numbers(7, FEATURES, seed=1)
-    ops = TritonOps("cpu", HALF, deterministic=True, rounding=rounding)
+    ops = TritonOps(DEVICE, HALF, deterministic=True, rounding=rounding)
     kept = ops.quantized(weight, slices)
     assert kept is not None
     whole = ops.pack_quantized([kept], bias, slices)
@@ -170,7 +173,7 @@ def test_programs_that_sum_all_slices_have_the_bits_of_those_that_share_them(
 ) -> None:
     """And a row those that it has in another batch."""
     slices, rounding, make, _ = CASES[kind]
-    ops = TritonOps("cpu", HALF, deterministic=True, rounding=rounding)
+    ops = TritonOps(DEVICE, HALF, deterministic=True, rounding=rounding)
     kept = ops.quantized(make(slices.sum_width), slices)
     assert kept is not None
     packed = ops.pack_quantized([kept], numbers(FEATURES, seed=9), slices)
@@ -185,10 +188,10 @@ def test_what_cannot_be_cut_alike_is_floats_at_every_size() -> None:
     """int8 in slices of 48 columns: a rank's part could not have a scale for whole units of 32."""
     for rounding, make in ((INT8_AT_LOAD, lambda width: numbers(FEATURES, width)),
                            (Rounding(None), lambda width: file_int8(FEATURES, width))):
-        ops = TritonOps("cpu", HALF, deterministic=True, rounding=rounding)
+        ops = TritonOps(DEVICE, HALF, deterministic=True, rounding=rounding)
         for run in (HEADS_OF_48.part(0, 2), HEADS_OF_48.part(0, 8)):
             assert ops.quantized(make(run.width), run) is None
-        assert TritonOps("cpu", HALF, rounding=rounding).quantized(make(96 * 4), None) is None  # 40 features
+        assert TritonOps(DEVICE, HALF, rounding=rounding).quantized(make(96 * 4), None) is None  # 40 features
         assert ops.quantized(make(96 * 4), None) is not None
 
 
@@ -211,7 +214,7 @@ class Rank:
         source = resolve_model(str(folder))
         shard = None if group is None else shard_of(read_spec(source.config), Place(rank, size, 0, 1))
         parts = None if shard is None else stored_parts(source.config, shard)
-        ops = TritonOps("cpu", HALF, deterministic=True, rounding=rounding)
+        ops = TritonOps(DEVICE, HALF, deterministic=True, rounding=rounding)
         self.decoder = build_decoder(source.config, source.stored_weights(parts), ops, max_model_len=64, shard=shard,
                                      ranks=group, dtype=HALF)
         self.spec, self.forward = self.decoder.spec, self.decoder.forward
@@ -226,6 +229,7 @@ class Rank:
         return PagedDriver(self, num_blocks=8).run(0, [5, 3, 96], [2, 1])  # type: ignore[arg-type]
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu/test_quantized_ranks.py has engines")
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_decoder_over_ranks_has_the_bits_of_one(kind: str, tmp_path: Path) -> None:
     (pack, config), rounding, sizes = MODELS[kind]
