@@ -3,6 +3,7 @@ a device."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -65,6 +66,8 @@ class CodedWeight(ABC):
     """A weight [N, K] of codes with scales, whatever the codes are."""
 
     __slots__ = ()
+    kept: bool = False
+    """Nobody rounds it: the checkpoint's config excludes it."""
 
     @property
     @abstractmethod
@@ -129,7 +132,8 @@ class QuantizedWeight(CodedWeight):
     order: Tensor | None = None
     """int64 [K]: column k here is column order[k] of the weight, where groups are not neighbours there (act-order)."""
     int8_rows: bool = False
-    """The file asks for activations in int8, with a scale for each token (W8A8)."""
+    """Multiplied by activations in int8 with a scale for each token (W8A8): a file asks for it, or it was rounded for
+    that. Groups are the rows then, or the slices of a sum that ranks share."""
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or not 0 <= self.zero < 1 << self.bits:
@@ -166,6 +170,8 @@ class QuantizedWeight(CodedWeight):
         """Columns [start, stop). A cut inside a group leaves smaller groups with the same scales: the same weight."""
         if self.order is not None:
             raise ModelLoadError("columns of a quantized weight in another order (act-order) cannot be cut")
+        if self.scales.shape[1] == 1 and start % UNIT == 0 and (stop - start) % UNIT == 0:
+            return replace(self, codes=self.codes[:, start:stop], group=stop - start)
         group = self.group
         while group > UNIT and (start % group or stop % group):
             group = UNIT if group % (2 * UNIT) else group // 2
@@ -260,6 +266,33 @@ class UnreadWeight(CodedWeight):
 
 
 @dataclass(frozen=True, slots=True)
+class FloatWeight(CodedWeight):
+    """A weight [N, K] that a checkpoint with codes holds as floats, or a part of one whose codes could not be cut."""
+
+    floats: Tensor
+    kept: bool = True
+    """If not, a device may round it that would round the whole as well."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.floats.shape
+        return n, k
+
+    def to(self, device: torch.device) -> FloatWeight:
+        return replace(self, floats=self.floats.to(device))
+
+    def rows(self, index: Tensor | Sequence[int] | slice) -> FloatWeight:
+        return replace(self, floats=self.floats[index])
+
+    def columns(self, start: int, stop: int) -> FloatWeight:
+        return replace(self, floats=self.floats[:, start:stop])
+
+    def dequantized(self) -> Tensor:
+        """In the type that it is stored in."""
+        return self.floats
+
+
+@dataclass(frozen=True, slots=True)
 class Fp8Weight(CodedWeight):
     """A weight [N, K] in fp8 (e4m3): w[n, k] = codes[n, k] * scales[n, k // group]."""
 
@@ -268,7 +301,8 @@ class Fp8Weight(CodedWeight):
     scales: Tensor
     """float32 [N, K / group, rounded up]."""
     group: int
-    """Columns that share a scale: all of them, or 128 where the file has a scale for each block of 128 x 128."""
+    """Columns that share a scale: all of them; 128 where the file has a scale for each block of 128 x 128, or fewer
+    where a rank's columns begin or end inside a block; or those of a slice of a sum that ranks share."""
     input_scale: float | None = None
     """Of the activations, where calibration fixed it; None: each row finds its own."""
 
@@ -305,10 +339,15 @@ class Fp8Weight(CodedWeight):
         part = slice(start // self.group, -(-stop // self.group))
         return replace(self, codes=self.codes[:, start:stop], scales=self.scales[:, part])
 
-    def cuts_blocks(self, runs: Sequence[tuple[int, int]]) -> bool:
-        """Whether these runs of columns begin or end inside a block that shares a scale."""
+    def finer(self, runs: Sequence[tuple[int, int]]) -> Fp8Weight:
+        """The same weight, with scales repeated for smaller groups where one of these runs of columns begins or ends
+        inside one."""
         edges = [edge for run in runs for edge in run if edge != self.shape[1]]
-        return self.scales.shape[1] > 1 and any(edge % self.group for edge in edges)
+        group = math.gcd(self.group, *edges)
+        if self.scales.shape[1] == 1 or group == self.group:
+            return self
+        scales = self.scales.repeat_interleave(self.group // group, 1)[:, : -(-self.shape[1] // group)]
+        return replace(self, scales=scales, group=group)
 
     def dequantized(self) -> Tensor:
         wide = self.scales.repeat_interleave(self.group, 1)[:, : self.shape[1]]

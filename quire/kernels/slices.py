@@ -10,6 +10,7 @@ smaller than n. A node is written as the range (first, last) of the slices under
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -86,6 +87,11 @@ class Slices:
     def longest(self) -> int:
         """Columns of the longest slice of the sum."""
         return max(self.border(index + 1) - self.border(index) for index in range(self.total))
+
+    @property
+    def common(self) -> int:
+        """The most columns that divide every slice of the sum: the same for every run."""
+        return math.gcd(*(self.border(index) for index in range(self.total + 1)))
 
     @property
     def borders(self) -> tuple[int, ...]:

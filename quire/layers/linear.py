@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvariantError
-from quire.kernels.quantized import CodedWeight, StoredWeight, WeightUse
+from quire.kernels.quantized import CodedWeight, FloatWeight, StoredWeight, WeightUse
 from quire.kernels.slices import RankTree, Slices
 from quire.kernels.types import StepContext
 from quire.layers.stream import ResidualStream, Rows, Unnormed
@@ -68,13 +68,16 @@ class Linear:
             self._pack(self._joined("bias") if self._bias else None)
 
     def _pack(self, bias: Tensor | None) -> None:
-        """The weight is of integers where the device multiplies with those of every part."""
+        """The weight is of codes where the device multiplies with those of every part, or parts each in their own
+        form."""
         held = [self._waiting[part, "weight"] for part in self._parts]
-        quantized = [part for part in held if isinstance(part, CodedWeight)]
-        if len(quantized) < len(held):
+        codes = [part for part in held if isinstance(part, CodedWeight)]
+        mixed = self._ops.mixes_formats and self._use is not WeightUse.EXPERT
+        if not codes or (len(codes) < len(held) and not mixed):
             self._packed = self._ops.pack_linear(self._joined("weight"), bias, self._slices)
             return
-        self._packed = self._ops.pack_quantized(quantized, bias, self._slices, self._use)
+        parts = [part if isinstance(part, CodedWeight) else FloatWeight(part) for part in held]
+        self._packed = self._ops.pack_quantized(parts, bias, self._slices, self._use)
         for part in self._parts:
             del self._waiting[part, "weight"]
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.kernels.quantized import StoredWeight
+from quire.kernels.quantized import FloatWeight, StoredWeight
 from quire.layers.spec import MoeSpec
 from quire.models.decoder import Decoder
+from quire.models.excluded import ExcludedModules
 from quire.models.registry import family_of, read_spec
 from quire.models.rotary_rows import half_split
 from quire.models.shard import Shard
@@ -53,11 +54,11 @@ def build_decoder(
     lengths = {"max_model_len": max_model_len, "asked_len": asked_len}
     decoder = Decoder(spec, ops, **lengths, shard=shard, ranks=ranks, dtype=dtype)
     shapes = {**spec.parameters(), **decoder.shard.parameters}
-    spelling, extra = Spelling(config, names), []
+    spelling, extra, excluded = Spelling(config, names), [], ExcludedModules(config)
     for source, tensor in weights:
         spelling.saw(source)
         try:
-            if not _load_stored(decoder, names, source, tensor, shapes):
+            if not _load_stored(decoder, names, source, tensor, shapes, excluded.holds(source)):
                 extra.append(spelling.of(source))
         except ModelLoadError as error:
             raise spelling.explained(error, source) from None
@@ -67,9 +68,11 @@ def build_decoder(
 
 
 def _load_stored(
-    decoder: Decoder, names: WeightNames, source: str, tensor: StoredWeight, shapes: Mapping[str, Shape]
+    decoder: Decoder, names: WeightNames, source: str, tensor: StoredWeight, shapes: Mapping[str, Shape],
+    excluded: bool,
 ) -> bool:
-    """Hand one stored tensor to the decoder; False if the family has no such tensor."""
+    """Hand one stored tensor to the decoder; False if the family has no such tensor. `excluded`: the config keeps it
+    out of quantization."""
     scale = _KV_SCALE.search(source)
     if scale is not None and isinstance(tensor, Tensor):
         decoder.kv_scales.receive(int(scale[1]), scale[2], tensor, source)
@@ -85,6 +88,8 @@ def _load_stored(
             continue  # stored by some checkpoints beside the table it is tied to
         if name not in shapes:
             return False
+        if excluded and isinstance(part, Tensor) and part.dim() == 2 and part.is_floating_point():
+            part = FloatWeight(part)
         decoder.load(name, half_split(name, part, decoder.spec), source)
     return True
 

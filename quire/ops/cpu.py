@@ -135,7 +135,7 @@ class CpuOps(DraftKernels, Ops):
             return None
         if isinstance(weight, UnreadWeight) or (isinstance(weight, QuantizedWeight) and weight.order is None):
             return weight if cpu_integer.fits(weight.shape[1], slices) else None
-        if self._rounding.bits is None:
+        if self._rounding.bits is None or (isinstance(weight, CodedWeight) and weight.kept):
             return None
         if isinstance(weight, CodedWeight):  # fp8, MXFP4 or act-order, which no CPU multiplies
             weight = weight.dequantized()

@@ -35,11 +35,7 @@ def fits(width: int, slices: Slices | None) -> bool:
 def group_of(width: int, slices: Slices | None, rounding: Rounding) -> int:
     """Columns that share a scale: as asked for, but never more than a slice of the sum, so that every number of
     ranks rounds the same groups."""
-    wanted = rounding.group or width
-    if slices is None:
-        return math.gcd(wanted, width)
-    borders = (slices.border(index) for index in range(slices.total + 1))
-    return math.gcd(wanted if rounding.group else slices.sum_width, *borders)
+    return math.gcd(rounding.group, width if slices is None else slices.common)
 
 
 def bits_of(shape: tuple[int, int], adds: bool, asked: int, use: WeightUse) -> int:

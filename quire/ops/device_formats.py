@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -10,8 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.errors import EngineError, UnsupportedModelError
-from quire.kernels.quantized import CodedWeight, Fp8Weight, QuantizedWeight, Rounding, UnreadWeight, WeightUse
+from quire.errors import EngineError
+from quire.kernels.quantized import (
+    CodedWeight,
+    FloatWeight,
+    Fp8Weight,
+    QuantizedWeight,
+    Rounding,
+    UnreadWeight,
+    WeightUse,
+)
 from quire.kernels.quantized import joined as joined_codes
 from quire.kernels.slices import Slices
 from quire.kernels.triton import (
@@ -25,13 +33,24 @@ from quire.kernels.triton import (
     linear_fixed,
     linear_planes,
     linear_prefetch,
+    linear_sliced_bytes,
     norm,
 )
 from quire.kernels.triton.coded_rows import FP8, CodedRows
 from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.ops import device_experts
 from quire.ops.cpu_integer import group_of
-from quire.ops.device_weights import BytesLinear, CodesLinear, QuantizedLinear, SplitLinear, to_codes, to_fp8, to_int8
+from quire.ops.device_weights import (
+    BytesLinear,
+    CodesLinear,
+    DeviceLinear,
+    QuantizedLinear,
+    SplitLinear,
+    to_codes,
+    to_fp8,
+    to_int8,
+)
+from quire.parallel.collectives import TensorGroup
 
 _EARLY_ROWS = 512
 _UNIT = 16
@@ -50,15 +69,17 @@ INT8_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (1 << 62, (1
 
 class DeviceFormats:
     """The formats of one device. `rounding`: what weights that the file stores as floats become at load; None: they
-    stay floats."""
+    stay floats. `plain` multiplies those."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, rounding: Rounding | None, *, deterministic: bool,
-        pdl: bool, scratch: linear_prefetch.PrefetchScratch | None,
+        self, device: torch.device, dtype: torch.dtype, rounding: Rounding | None,
+        plain: Callable[[Tensor, DeviceLinear], Tensor], *, deterministic: bool, pdl: bool,
+        scratch: linear_prefetch.PrefetchScratch | None,
     ) -> None:  # fmt: skip
         self._device = device
         self._dtype = dtype
         self._rounding = rounding
+        self._plain = plain
         self._deterministic = deterministic
         self._pdl = pdl
         self._scratch = scratch
@@ -77,34 +98,44 @@ class DeviceFormats:
         if isinstance(weight, UnreadWeight):
             weight = weight.whole()
         slices = slices if self._deterministic else None
-        self._check_shared(weight, slices)
         if isinstance(weight, Fp8Weight):
-            return weight if self._has_fp8 and _fits(weight) else None
+            return weight if self._has_fp8 and self._fits(weight, slices) else None
         if isinstance(weight, QuantizedWeight):
-            kept = not (slices is not None and weight.order is not None) and _packs(weight, slices)
+            kept = not (slices is not None and weight.order is not None) and self._packs(weight, slices)
             return weight if kept else None
         if isinstance(weight, Tensor) and self._rounding is not None:
             return self._rounded(weight, slices, self._rounding)
         return None
 
-    def _check_shared(self, weight: Tensor | CodedWeight, slices: Slices | None) -> None:
-        """Rows that ranks share would need one scale of all ranks for bits that do not depend on their number."""
-        int8 = isinstance(weight, QuantizedWeight) and _is_int8(weight)
-        if slices is not None and not slices.whole and (int8 or isinstance(weight, Fp8Weight)):
-            raise UnsupportedModelError("weights in fp8 or int8 with rows in the same type (W8A8) cannot be shared by "
-                                        "ranks with deterministic: use tensor_parallel_size=1")
+    def _fits(self, weight: Fp8Weight, slices: Slices | None) -> bool:
+        """Whether kernels multiply it: a scale a feature, or one for each 128 columns; in slices for any number of
+        columns. In deterministic mode that must not depend on how much of a weight a rank has."""
+        scaled = slices is not None or weight.scales.shape[1] == 1 or weight.group == linear_bytes.SCALE_BLOCK
+        return scaled and (self._deterministic or _in_units(weight.shape))
+
+    def _packs(self, weight: QuantizedWeight, slices: Slices | None) -> bool:
+        """Whether a kernel has a form for it, and for each slice of it that a rank may have."""
+        if _is_int8(weight):
+            whole = slices is None or slices.divisible_by(linear_planes.UNIT)
+            return whole and (self._deterministic or weight.shape[0] % _UNIT == 0)
+        if linear_codes.packs(weight):
+            return not _cuts(slices, weight.shape[1], linear_codes.COLUMNS)
+        return linear_planes.packs(weight) and not _cuts(slices, weight.shape[1], linear_planes.UNIT)
 
     def _rounded(self, weight: Tensor, slices: Slices | None, rounding: Rounding) -> CodedWeight | None:
-        features, width = weight.shape
+        width = weight.shape[1]
         if rounding.whole_rows:
-            if features % _UNIT or width % _UNIT or (not rounding.fp8 and width % linear_planes.UNIT):
+            if not self._deterministic and not _in_units(weight.shape):
                 return None
-            return to_fp8(weight) if rounding.fp8 else to_int8(weight)
+            if rounding.fp8:
+                return to_fp8(weight, slices)
+            units = width if slices is None else slices.common
+            return None if units % linear_planes.UNIT else to_int8(weight, slices)
         group = (rounding.group or width) if slices is None else group_of(width, slices, rounding)
         if rounding.bits is None or width % group or group % linear_planes.UNIT:
             return None
         found = to_codes(weight, group, rounding.zero_points, rounding.bits)
-        return found if _packs(found, slices) else None
+        return found if self._packs(found, slices) else None
 
     def pack(
         self, parts: Sequence[CodedWeight], bias: Tensor | None, slices: Slices | None = None
@@ -112,38 +143,43 @@ class DeviceFormats:
         """The parts one below the other; runs of neighbours that have one format are multiplied as one."""
         bias = None if bias is None else bias.to(self._device, self._dtype).contiguous()
         slices = slices if self._deterministic else None
-        found: list[BytesLinear | CodesLinear] = []
+        found: list[BytesLinear | CodesLinear | DeviceLinear] = []
         start = 0
         for _, run in groupby(_by_format(parts), key=lambda pair: pair[0]):
             some = [part for _, part in run]
             end = start + sum(part.shape[0] for part in some)
             found.append(self._pack_run(some, None if bias is None else bias[start:end], slices))
             start = end
-        return found[0] if len(found) == 1 else SplitLinear(tuple(found))
+        whole = found[0] if len(found) == 1 else None
+        return SplitLinear(tuple(found)) if whole is None or isinstance(whole, DeviceLinear) else whole
 
     def _pack_run(
         self, parts: list[CodedWeight], bias: Tensor | None, slices: Slices | None
-    ) -> BytesLinear | CodesLinear:
+    ) -> BytesLinear | CodesLinear | DeviceLinear:
+        floats = [part.floats.to(self._device, self._dtype) for part in parts if isinstance(part, FloatWeight)]
+        if floats:
+            return DeviceLinear(torch.cat(floats), bias, slices)
         fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
         if fp8:
-            return self._pack_fp8(fp8, bias)
+            return self._pack_fp8(fp8, bias, slices)
         codes = [part for part in parts if isinstance(part, QuantizedWeight)]
         # Parts with offsets and parts without are one where those without get offsets of zero.
         if any(part.offsets is not None for part in codes):
             codes = [part if part.offsets is not None else _with_offsets(part) for part in codes]
         whole = joined_codes(codes, 0)
         if _is_int8(whole):
-            return BytesLinear((whole.codes ^ 128).view(torch.int8), whole.scales.squeeze(1).contiguous(), bias, None)
-        packed = linear_codes.pack(whole, self._dtype) if linear_codes.packs(whole) else linear_planes.pack(whole)
-        return CodesLinear(packed, bias, slices, whole.order)
+            return _bytes_linear((whole.codes ^ 128).view(torch.int8), whole.scales, bias, None, whole.group, slices)
+        if linear_codes.packs(whole):
+            return CodesLinear(linear_codes.pack(whole, self._dtype), bias, slices, whole.order)
+        return CodesLinear(linear_planes.pack(whole, self._deterministic), bias, slices, whole.order)
 
-    def _pack_fp8(self, parts: list[Fp8Weight], bias: Tensor | None) -> BytesLinear:
+    def _pack_fp8(self, parts: list[Fp8Weight], bias: Tensor | None, slices: Slices | None) -> BytesLinear:
         weight = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(FP8).to(self._device)
         scales = torch.cat([part.scales for part in parts]).to(self._device)
         # Rows are quantized once for all parts: by the largest scale nothing is cut off.
         given = [part.input_scale for part in parts if part.input_scale is not None]
         fixed = torch.tensor([max(given)], device=self._device) if len(given) == len(parts) else None
-        return BytesLinear(weight, scales.squeeze(1).contiguous() if scales.shape[1] == 1 else scales, bias, fixed)
+        return _bytes_linear(weight, scales, bias, fixed, parts[0].group, slices)
 
     # ---- rows
 
@@ -158,11 +194,24 @@ class DeviceFormats:
                                     pdl=self._early(x.shape[0]))
 
     def gate_for(self, gate_up: Tensor, kind: str, reader: Any) -> CodedRows | None:
-        return self._rows(gate_up, reader, kind) if isinstance(reader, BytesLinear) else None
+        """None too where ranks may share the reader's sum: a rank has some columns of such a row, whose scale is that
+        of all, and every number of ranks shall run the same kernels."""
+        if not isinstance(reader, BytesLinear) or reader.slices is not None:
+            return None
+        return self._rows(gate_up, reader, kind)
 
     def _rows(self, x: Tensor, reader: BytesLinear, gated: str | None = None) -> CodedRows:
         return coded_rows.quantize_rows(x, reader.input_scale, gated=gated, dtype=reader.weight.dtype,
                                         pdl=self._early(x.shape[0]))
+
+    def shared_rows(self, x: Tensor, w: BytesLinear, ranks: TensorGroup) -> CodedRows:
+        """Rows of which every rank has some columns, by the scales of whole rows: ranks exchange their largest numbers
+        first, unless calibration fixed the scale."""
+        peaks = None
+        if w.input_scale is None:
+            room = ranks.room(x.shape[0], 1)
+            peaks = ranks.maximum(coded_rows.row_peaks(x, None if room is None else room.view(-1)))
+        return coded_rows.quantize_rows(x, w.input_scale, peaks=peaks, dtype=w.weight.dtype)
 
     # ---- GEMMs
 
@@ -175,14 +224,22 @@ class DeviceFormats:
             raise EngineError("rows in fp8 or int8 for a weight of integer codes")
         if isinstance(w, CodesLinear):
             return self._codes(x, w, residual, out)
-        found = torch.cat([self.linear(x, part, None, None) for part in w.parts], 1)
+        parts = [self._plain(x, part) if isinstance(part, DeviceLinear) else self.linear(x, part, None, None)
+                 for part in w.parts]
+        found = torch.cat(parts, 1)
         found = found if residual is None else found.add_(residual)
         return found if out is None else out.copy_(found)
 
-    def linear_nodes(self, x: Tensor, w: CodesLinear, out: Tensor | None) -> Tensor:
+    def linear_nodes(self, x: Tensor | CodedRows, w: CodesLinear | BytesLinear, out: Tensor | None) -> Tensor:
         """See `Ops.linear_nodes`: only in deterministic mode."""
         if w.slices is None:
             raise EngineError("a weight without slices has no tree of sums: use linear")
+        if isinstance(w, BytesLinear):
+            if isinstance(x, Tensor) or w.sliced is None:
+                raise EngineError("a rank's columns of a row in fp8 or int8 have the scale of all: use shared_rows")
+            return linear_sliced_bytes.linear_sliced_nodes(x.codes, x.scales, w.sliced, out=out)
+        if isinstance(x, CodedRows):
+            raise EngineError("rows in fp8 or int8 for a weight of integer codes")
         return linear_fixed.linear_fixed_nodes(x, self._floats(x, w), w.slices, out=out)
 
     def norm_linear(
@@ -277,6 +334,8 @@ class DeviceFormats:
             if self._device.type == "cuda" and choice.kernel != "tiles":
                 return self._library(x, w, residual, out)
         into = torch.empty(rows, w.out_features, dtype=self._dtype, device=x.codes.device) if out is None else out
+        if w.sliced is not None:
+            return linear_sliced_bytes.linear_sliced(x.codes, x.scales, w.sliced, w.bias, residual, out=into)
         return linear_bytes.linear_bytes(x.codes, w.weight, (w.scales, x.scales), w.bias, residual, out=into,
                                          sizes=sizes)
 
@@ -360,26 +419,23 @@ class DeviceFormats:
         return linear_codes.unpack(w.packed, floats)
 
 
-def _fits(weight: Fp8Weight) -> bool:
-    """Whether kernels multiply it: sizes in multiples of 16, one scale a feature or one for each 128 columns."""
-    features, width = weight.shape
-    scaled = weight.scales.shape[1] == 1 or weight.group == linear_bytes.SCALE_BLOCK
-    return features % _UNIT == 0 and width % _UNIT == 0 and scaled
+def _in_units(shape: tuple[int, int] | torch.Size) -> bool:
+    """Whether the library's GEMM takes such a weight of bytes."""
+    return shape[0] % _UNIT == 0 and shape[1] % _UNIT == 0
 
 
-def _packs(weight: QuantizedWeight, slices: Slices | None) -> bool:
-    """Whether a kernel has a form for it, and for each slice of it that a rank may have."""
-    if _is_int8(weight):
-        return weight.shape[0] % _UNIT == 0
-    if linear_codes.packs(weight):
-        return not _cuts(slices, weight.shape[1], linear_codes.COLUMNS)
-    return linear_planes.packs(weight) and not _cuts(slices, weight.shape[1], linear_planes.UNIT)
+def _bytes_linear(
+    weight: Tensor, scales: Tensor, bias: Tensor | None, fixed: Tensor | None, group: int, slices: Slices | None
+) -> BytesLinear:
+    if scales.shape[1] == 1:
+        return BytesLinear(weight, scales.squeeze(1).contiguous(), bias, fixed, None, slices)
+    return BytesLinear(weight, scales.contiguous(), bias, fixed, group, slices)
 
 
 def _is_int8(weight: QuantizedWeight) -> bool:
-    """Whether it is multiplied by rows in int8: one scale a feature, codes around zero."""
-    one = weight.group == weight.shape[1] and weight.offsets is None and weight.order is None
-    return weight.int8_rows and weight.bits == 8 and weight.zero == 128 and one
+    """Whether it is multiplied by rows in int8: codes around zero."""
+    plain = weight.offsets is None and weight.order is None
+    return weight.int8_rows and weight.bits == 8 and weight.zero == 128 and plain
 
 
 def _cuts(slices: Slices | None, width: int, unit: int) -> bool:
@@ -393,7 +449,9 @@ def _by_format(parts: Sequence[CodedWeight]) -> list[tuple[object, CodedWeight]]
     found: list[tuple[object, CodedWeight]] = []
     for place, part in enumerate(parts):
         kind: object = place
-        if isinstance(part, Fp8Weight):
+        if isinstance(part, FloatWeight):
+            kind = "floats"
+        elif isinstance(part, Fp8Weight):
             kind = "fp8", part.scales.shape[1] == 1
         elif isinstance(part, QuantizedWeight):
             kind = part.group, part.zero, part.bits, part.int8_rows, _same_order(found, part, place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -13,6 +14,7 @@ from quire.kernels.slices import Slices
 from quire.kernels.triton import linear_codes, linear_planes
 from quire.kernels.triton.coded_rows import FP8, LARGEST, LARGEST_INT8
 from quire.kernels.triton.expert_codes import CodedExperts
+from quire.kernels.triton.linear_sliced_bytes import SlicedBytes
 
 
 @dataclass(slots=True)
@@ -72,10 +74,20 @@ class BytesLinear:
 
     weight: Tensor
     scales: Tensor
-    """float32 [out_features], or of fp8 [out_features, in_features / 128]."""
+    """float32 [out_features], or [out_features, in_features / group]."""
     bias: Tensor | None
     input_scale: Tensor | None
     """float32 [1]: the scale of all rows, where calibration fixed it."""
+    group: int | None = None
+    """Columns that share a scale; None: all of a feature. Without slices it is 128 (of fp8)."""
+    slices: Slices | None = None
+    """In deterministic mode, of a sum that ranks may share."""
+
+    @property
+    def sliced(self) -> SlicedBytes | None:
+        if self.slices is None:
+            return None
+        return SlicedBytes(self.weight, self.scales, self.group, self.slices)
 
     @property
     def out_features(self) -> int:
@@ -115,9 +127,10 @@ class CodesLinear:
 
 @dataclass(slots=True)
 class SplitLinear:
-    """Parts of different formats, one below the other, each multiplied by itself: Q4_K files have values in Q6_K."""
+    """Parts of different formats, one below the other, each multiplied by itself: Q4_K files have values in Q6_K, and
+    a config may keep keys in floats."""
 
-    parts: tuple[BytesLinear | CodesLinear, ...]
+    parts: tuple[BytesLinear | CodesLinear | DeviceLinear, ...]
 
     @property
     def out_features(self) -> int:
@@ -135,19 +148,32 @@ class SplitLinear:
 QuantizedLinear: TypeAlias = BytesLinear | CodesLinear | SplitLinear
 
 
-def to_fp8(weight: Tensor) -> Fp8Weight:
-    """A weight of floats with a scale for each feature."""
+def to_fp8(weight: Tensor, slices: Slices | None = None) -> Fp8Weight:
+    """A weight of floats with a scale for each feature, or for each slice of one: of those a rank has whole ones, so
+    that every number of ranks rounds alike."""
     wide = weight.float()
-    scales = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / LARGEST
-    return Fp8Weight((wide / scales).clamp(-LARGEST, LARGEST).to(FP8), scales, weight.shape[1])
+    scales, group = _scales(wide, slices, LARGEST)
+    codes = (wide.unflatten(1, (-1, group)) / scales[:, :, None]).clamp_(-LARGEST, LARGEST).to(FP8)
+    return Fp8Weight(codes.flatten(1), scales, group)
 
 
-def to_int8(weight: Tensor) -> QuantizedWeight:
-    """A weight of floats with a scale for each feature, for rows in int8."""
+def to_int8(weight: Tensor, slices: Slices | None = None) -> QuantizedWeight:
+    """The same in integers, for rows in int8."""
     wide = weight.float()
-    scales = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / LARGEST_INT8
-    codes = (wide / scales).round_().clamp_(-LARGEST_INT8, LARGEST_INT8).add_(128).to(torch.uint8)
-    return QuantizedWeight(codes, scales, None, 128, 8, weight.shape[1], int8_rows=True)
+    scales, group = _scales(wide, slices, LARGEST_INT8)
+    codes = (wide.unflatten(1, (-1, group)) / scales[:, :, None]).round_().clamp_(-LARGEST_INT8, LARGEST_INT8)
+    return QuantizedWeight(
+        codes.add_(128).to(torch.uint8).flatten(1), scales, None, 128, 8, group, int8_rows=True)
+
+
+def _scales(wide: Tensor, slices: Slices | None, most: float) -> tuple[Tensor, int]:
+    """float32 [features, columns / group] and the group: one scale for all columns, or for those of each slice."""
+    if slices is None:
+        return wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / most, wide.shape[1]
+    group = slices.common
+    peaks = [wide[:, start:stop].abs().amax(1, keepdim=True).expand(-1, (stop - start) // group)
+             for start, stop in pairwise(slices.borders)]
+    return torch.cat(peaks, 1).clamp(min=1e-12) / most, group
 
 
 def to_codes(weight: Tensor, group: int, zero_points: bool, bits: int = 4) -> QuantizedWeight:

@@ -85,6 +85,9 @@ class Ops(AttentionBackend):
     attention: TritonAttention | None = None
     """The attention of a device whose steps are prepared for it (`DeviceContext`); None: any `StepContext` will do."""
 
+    mixes_formats: bool = False
+    """Whether `pack_quantized` takes floats (`FloatWeight`) beside codes, of projections that run as one."""
+
     grows_tables: bool = False
     """Whether tables of positions may be computed between steps, as far as these need them."""
 
@@ -113,7 +116,8 @@ class Ops(AttentionBackend):
         self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None,
         use: WeightUse = WeightUse.LAYER,
     ) -> PackedLinear:
-        """As `pack_linear`, of parts one below the other that `quantized` gave for that use."""
+        """As `pack_linear`, of parts one below the other that `quantized` gave for that use. Where the device
+        `mixes_formats`, some may be floats."""
         raise EngineError("this device multiplies no codes")
 
     @abstractmethod

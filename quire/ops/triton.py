@@ -40,7 +40,7 @@ from quire.kernels.triton.linear_row import RowShape, linear_row
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
 from quire.ops import device_experts
 from quire.ops.device_formats import DeviceFormats
-from quire.ops.device_weights import CodesLinear, DeviceGroup, DeviceLinear, ExpertLinear, QuantizedLinear
+from quire.ops.device_weights import BytesLinear, CodesLinear, DeviceGroup, DeviceLinear, ExpertLinear, QuantizedLinear
 from quire.ops.interface import Fusion, Ops, PackedLinear
 from quire.parallel.collectives import TensorGroup
 
@@ -60,6 +60,7 @@ class TritonOps(Ops):
     """
 
     attention: TritonAttention
+    mixes_formats = True
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class TritonOps(Ops):
         deep = 256 if fixed_table.names_wide() else 128
         self._deep = fixed_tiles.TileScratch.for_device(self.device, deep) if timed else None
         self._formats = DeviceFormats(
-            self.device, dtype, rounding, deterministic=deterministic, pdl=pdl, scratch=self._parts
+            self.device, dtype, rounding, self.linear, deterministic=deterministic, pdl=pdl, scratch=self._parts
         )
         self._copy_engine = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 9
         self.attention = TritonAttention(
@@ -190,8 +191,8 @@ class TritonOps(Ops):
             return linear_fixed.linear_fixed(x, w.weight, w.bias, None, w.slices, sizes=shape, parts=parts)
         return None
 
-    def linear_nodes(self, x: Tensor, w: Any, out: Tensor | None = None) -> Tensor:
-        if isinstance(w, CodesLinear):
+    def linear_nodes(self, x: Any, w: Any, out: Tensor | None = None) -> Tensor:
+        if isinstance(w, CodesLinear | BytesLinear):
             return self._formats.linear_nodes(x, w, out)
         if w.slices is None:
             raise EngineError("a weight without slices has no tree of sums: use linear")
@@ -203,7 +204,8 @@ class TritonOps(Ops):
     ) -> Tensor:
         """In deterministic mode the additions of one rank; else the fastest GEMM, and a sum over ranks."""
         if self.deterministic:
-            return super().linear_over_ranks(x, w, ranks, tree, bias, residual).to(x.dtype)
+            x = self._formats.shared_rows(x, w, ranks) if isinstance(w, BytesLinear) else x
+            return super().linear_over_ranks(x, w, ranks, tree, bias, residual).to(self.dtype)
         room = ranks.room(x.shape[0], w.out_features, self.dtype)
         return ranks.sum_parts(self.linear(x, w, None, room), bias, residual)
 

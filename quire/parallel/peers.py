@@ -108,6 +108,12 @@ class PeerGroup(TensorGroup):
             total = total + other
         return _added(total.view(part.shape), bias, residual).to(part.dtype)
 
+    def maximum(self, mine: Tensor) -> Tensor:
+        found, *others = self._exchanged(mine, [mine.numel()] * self.size)
+        for other in others:
+            found = torch.maximum(found, other)
+        return found.view(mine.shape)
+
     def gather(self, mine: Tensor, widths: Sequence[int], out: Tensor | None) -> None:
         rows = mine.shape[0]
         parts = self._exchanged(mine, [rows * width for width in widths])

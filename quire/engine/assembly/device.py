@@ -70,12 +70,6 @@ def _check_quantization(config: EngineConfig, gpu: bool) -> None:
         raise ConfigError("quantization 'fp8' needs a GPU: use int8 or int4 on a CPU", field="quantization")
     if not gpu or wanted is None:
         return
-    shared = config.parallel.tensor_parallel_size > 1 and config.model.deterministic
-    rounding = dataclasses.replace(config.model, device="cuda").rounding
-    if shared and rounding is not None and rounding.whole_rows:
-        raise ConfigError(f"quantization {wanted!r} has one scale for a whole row, which ranks do not agree on: with "
-                          "deterministic use int4, int8 with quantization_group_size, or tensor_parallel_size=1",
-                          field="quantization")
     if config.model.dtype == "float32":
         raise ConfigError(f"quantization {wanted!r} multiplies rows in 16 bits or fp8: use dtype='bfloat16'",
                           field="quantization")

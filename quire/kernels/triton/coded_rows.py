@@ -1,7 +1,8 @@
 """Rows of activations in fp8 (e4m3) or int8 for GEMMs of such weights: one scale for each row, or one for all from
 calibration.
 
-The norm or the gate before such a GEMM writes them itself."""
+The norm or the gate before such a GEMM writes them itself. Where ranks have some columns of a row each and must agree
+on its scale, they exchange what `row_peaks` finds first."""
 
 from __future__ import annotations
 
@@ -21,6 +22,9 @@ LARGEST_INT8 = 127.0
 _LEAST = 1e-12
 """The largest number of a row counts as no less: a row of zeros has a scale too."""
 _BLOCK = 2048
+_OWN, _FIXED, _AGREED = (tl.constexpr(source) for source in range(3))
+"""Where the scale of a row comes from: its own largest number, calibration (one for all rows), or the largest number of
+a row of which this rank has some columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,9 @@ class CodedRows:
 
 
 @triton.jit
-def _scale_of(most, given, STATIC: tl.constexpr, KIND: tl.constexpr):
+def _scale_of(most, given, FIXED: tl.constexpr, KIND: tl.constexpr):
     """The scale of a row whose largest number is `most`, or the one that is given."""
-    if STATIC:
+    if FIXED:
         return tl.load(given)
     elif tl.int8 == KIND:
         return tl.maximum(most, 1e-12) / 127.0
@@ -63,25 +67,43 @@ def _code(values, scale, KIND: tl.constexpr):
 
 @triton.jit
 def _quantize_kernel(
-    x, given, codes, scales, WIDTH: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, STATIC: tl.constexpr,
+    x, given, codes, scales, WIDTH: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, SOURCE: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row, or the gated activation of one; read twice, the second time out of the first cache."""
+    """A row, or the gated activation of one; read twice, the second time out of the first cache. SOURCE: of its
+    scale."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     start = x + row * (2 * WIDTH if GATED else WIDTH)
-    most = tl.zeros([BLOCK], tl.float32)
-    if not STATIC:
-        for first in range(0, WIDTH, BLOCK):
-            most = tl.maximum(most, tl.abs(_values(start, first, WIDTH, GATED, KIND, BLOCK)))
-    scale = _scale_of(tl.max(most, axis=0), given, STATIC, codes.dtype.element_ty)
+    if SOURCE == _OWN:
+        most = _largest(start, WIDTH, GATED, KIND, BLOCK)
+    elif SOURCE == _AGREED:
+        most = tl.load(given + row)
+    else:
+        most = 0.0
+    scale = _scale_of(most, given, SOURCE == _FIXED, codes.dtype.element_ty)
     for first in range(0, WIDTH, BLOCK):
         place = first + tl.arange(0, BLOCK)
         values = _values(start, first, WIDTH, GATED, KIND, BLOCK)
         tl.store(codes + row * WIDTH + place, _code(values, scale, codes.dtype.element_ty), mask=place < WIDTH)
     tl.store(scales + row, scale)
+
+
+@triton.jit
+def _peak_kernel(x, peaks, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest number of a row, without its sign."""
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(peaks + row, _largest(x + row * WIDTH, WIDTH, False, 0, BLOCK))
+
+
+@triton.jit
+def _largest(start, WIDTH: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    most = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, WIDTH, BLOCK):
+        most = tl.maximum(most, tl.abs(_values(start, first, WIDTH, GATED, KIND, BLOCK)))
+    return tl.max(most, axis=0)
 
 
 @triton.jit
@@ -129,20 +151,31 @@ def _empty(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> C
 
 
 def quantize_rows(
-    x: Tensor, scale: Tensor | None = None, *, gated: str | None = None, dtype: torch.dtype = FP8, pdl: bool = False
-) -> CodedRows:
-    """Of contiguous x [rows, width], or of act(first half) * second half of it; `scale`: one for all (float32 [1]);
-    `dtype`: fp8 or int8."""
+    x: Tensor, scale: Tensor | None = None, *, peaks: Tensor | None = None, gated: str | None = None,
+    dtype: torch.dtype = FP8, pdl: bool = False,
+) -> CodedRows:  # fmt: skip
+    """Of contiguous x [rows, width], or of act(first half) * second half of it. `scale`: one for all (float32 [1]);
+    `peaks`: what `row_peaks` found of whole rows, of which these are some columns; `dtype`: fp8 or int8."""
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     found = _empty(rows, width, x.device, dtype)
     if rows:
         block = min(_BLOCK, triton.next_power_of_2(width))
+        source, given = (_FIXED, scale) if scale is not None else (_AGREED, peaks) if peaks is not None else (_OWN, x)
         _quantize_kernel[(rows,)](
-            x, found.scales if scale is None else scale, found.codes, found.scales, width, gated is not None,
-            KINDS[gated or "silu"], scale is not None, block, pdl, num_warps=max(1, block // 256),
-            **({"launch_pdl": True} if pdl else {}),
+            x, given, found.codes, found.scales, width, gated is not None, KINDS[gated or "silu"], source, block, pdl,
+            num_warps=max(1, block // 256), **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     return found
+
+
+def row_peaks(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """float32 [rows], in `out` if given: the largest number of each row of contiguous x, without its sign."""
+    rows, width = x.shape
+    out = torch.empty(rows, dtype=torch.float32, device=x.device) if out is None else out
+    if rows:
+        block = min(_BLOCK, triton.next_power_of_2(width))
+        _peak_kernel[(rows,)](x, out, width, block, num_warps=max(1, block // 256))
+    return out
 
 
 def norm_rows(

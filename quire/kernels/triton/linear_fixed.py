@@ -29,7 +29,7 @@ from quire.errors import EngineError
 from quire.kernels.slices import Node, Slices
 from quire.kernels.triton.slice_tree import count_slice, total_of
 
-_MAX_SLICES = 255
+MAX_SLICES = 255
 """The binary counter has eight places."""
 _PROGRAMS = 256
 """Programs that fill a GPU of 132 multiprocessors: with fewer tiles than that, slices are shared out."""
@@ -84,7 +84,7 @@ def tile_for(rows: int, features: int, device: torch.device, residual: bool = Fa
 
 
 @triton.jit
-def _border(index, WIDTH: tl.constexpr, COUNT: tl.constexpr, UNIT: tl.constexpr):
+def border(index, WIDTH: tl.constexpr, COUNT: tl.constexpr, UNIT: tl.constexpr):
     """Where slice `index` of a sum over WIDTH columns begins: slices of even length, or made of whole units."""
     if WIDTH % (COUNT * UNIT) == 0:
         return index * (WIDTH // COUNT)
@@ -135,14 +135,14 @@ def _fixed_kernel(
     w_row = weight + feature.to(tl.int64)[:, None] * STRIDE
     # Every slice has the same number of blocks; in a shorter one the last may lie outside and add nothing.
     blocks: tl.constexpr = (LONGEST + COLUMNS - 1) // COLUMNS
-    before = _border(OWNED, WIDTH, COUNT, UNIT)
+    before = border(OWNED, WIDTH, COUNT, UNIT)
     first = FIRST
     if PARTS > 1:
         first += tl.program_id(1) * N
         out += tl.program_id(1).to(tl.int64) * num_rows * NUM_FEATURES
     for turn in range(0, N):
-        start = _border(first + turn, WIDTH, COUNT, UNIT) - before
-        end = _border(first + turn + 1, WIDTH, COUNT, UNIT) - before
+        start = border(first + turn, WIDTH, COUNT, UNIT) - before
+        end = border(first + turn + 1, WIDTH, COUNT, UNIT) - before
         acc = tl.zeros([ROWS, FEATURES], tl.float32)
         for block in range(0, blocks):
             place = start + block * COLUMNS + tl.arange(0, COLUMNS)
@@ -251,13 +251,13 @@ def _chosen(
     """Tile of a sum of `count` slices, and programs that share them."""
     ieee = x.dtype == torch.float32
     base = _FLOAT32 if ieee else FixedShape()
-    parts = num_parts or _num_parts(base.tiles(rows, features), count)
+    parts = num_parts or shared_parts(base.tiles(rows, features), count)
     if slices.total > 1:
         return _sliced_shape(base, slices, 64 if ieee else 128, parts > 1), parts
     return base if ieee else tile_for(rows, features, x.device, residual), parts
 
 
-def _num_parts(tiles: int, count: int) -> int:
+def shared_parts(tiles: int, count: int) -> int:
     """Into how many equal runs of slices, each a node of the tree, so few tiles are best shared out."""
     run = min(count & -count, _LONGEST_RUN)  # a power of two that divides the number of slices
     while run > 1 and tiles * (count // run) < _PROGRAMS:
@@ -277,15 +277,15 @@ def _launch(
     num_parts: int | None = None,
 ) -> None:
     rows, features = out.shape
-    if slices.total > _MAX_SLICES:
-        raise EngineError(f"a sum of {slices.total} slices: deterministic mode on a GPU adds up to {_MAX_SLICES}")
+    if slices.total > MAX_SLICES:
+        raise EngineError(f"a sum of {slices.total} slices: deterministic mode on a GPU adds up to {MAX_SLICES}")
     if rows == 0:
         return
     count = node[1] - node[0]
     if sizes is None:
         sizes, parts = _chosen(rows, features, slices, count, num_parts, x, residual is not None)
     else:
-        parts = num_parts or _num_parts(sizes.tiles(rows, features), count)
+        parts = num_parts or shared_parts(sizes.tiles(rows, features), count)
     sums = out if parts == 1 else torch.empty(parts, rows, features, dtype=torch.float32, device=x.device)
     _fixed_kernel[(sizes.tiles(rows, features), parts)](
         x,
@@ -316,16 +316,23 @@ def _launch(
         num_stages=sizes.stages,
     )
     if parts > 1:
-        _tree_kernel[(rows, triton.cdiv(features, _TREE_BLOCK))](
-            sums,
-            weight if bias is None else bias,
-            x if residual is None else residual,
-            out,
-            rows,
-            features,
-            parts,
-            parts.bit_length() - 1,
-            bias is not None,
-            residual is not None,
-            _TREE_BLOCK,
-        )
+        add_parts(sums, bias, residual, out)
+
+
+def add_parts(sums: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+    """out [rows, features] = the float32 sums of runs of slices [parts, rows, features], added in the tree, then bias
+    and residual."""
+    parts, rows, features = sums.shape
+    _tree_kernel[(rows, triton.cdiv(features, _TREE_BLOCK))](
+        sums,
+        sums if bias is None else bias,
+        sums if residual is None else residual,
+        out,
+        rows,
+        features,
+        parts,
+        parts.bit_length() - 1,
+        bias is not None,
+        residual is not None,
+        _TREE_BLOCK,
+    )

@@ -62,23 +62,25 @@ def packs(weight: QuantizedWeight) -> bool:
     return weight.bits in BITS and weight.shape[1] % UNIT == 0
 
 
-def pack(weight: QuantizedWeight) -> PackedPlanes:
-    """On the device that the weight lies on. Columns are filled up to whole blocks."""
+def pack(weight: QuantizedWeight, exact: bool = False) -> PackedPlanes:
+    """On the device that the weight lies on. Columns are filled up to whole blocks. `exact`: no scale is rounded, so
+    that a part of a weight is the same numbers as in the whole."""
     features, width = weight.shape
     blocks = triton.cdiv(width, _BLOCK)
     codes = weight.codes
     if width % _BLOCK:
         codes = torch.nn.functional.pad(codes, (0, blocks * _BLOCK - width))
     pieces = planes(codes, weight.bits).view(blocks, weight.bits, features, PIECE)
-    offsets = None if weight.offsets is None else narrow(weight.offsets)
-    return PackedPlanes(pieces, narrow(weight.scales), offsets, width, weight.bits, weight.zero, weight.group)
+    offsets = None if weight.offsets is None else narrow(weight.offsets, exact)
+    return PackedPlanes(pieces, narrow(weight.scales, exact), offsets, width, weight.bits, weight.zero, weight.group)
 
 
-def narrow(scales: Tensor) -> Tensor:
-    """[groups, features], in half precision unless that would round away more than the last of ten bits."""
+def narrow(scales: Tensor, exact: bool = False) -> Tensor:
+    """[groups, features], in half precision unless that would round away more than the last of ten bits, or anything
+    where it shall be `exact`."""
     turned = scales.t().contiguous()
     half = turned.to(torch.float16)
-    lost = (half.float() - turned).abs() > turned.abs() * 2.0**-10
+    lost = (half.float() - turned).abs() > turned.abs() * (0.0 if exact else 2.0**-10)
     return turned if bool(lost.any()) else half
 
 

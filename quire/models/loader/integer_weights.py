@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.kernels.quantized import UNIT, Fp8Weight, QuantizedWeight, StoredWeight, joined_fp8
+from quire.kernels.quantized import UNIT, FloatWeight, Fp8Weight, QuantizedWeight, StoredWeight, joined_fp8
 from quire.kernels.quantized import joined as joined_weights
 from quire.models.loader import safetensors
 from quire.models.loader.quantization_config import IntegerScheme
@@ -74,13 +74,14 @@ def read_members(
 
 def _taken(weight: StoredWeight, ranges: Ranges) -> StoredWeight:
     dim, runs = ranges
-    if isinstance(weight, Fp8Weight) and not (dim == 1 and weight.cuts_blocks(runs)):
+    if isinstance(weight, Fp8Weight):
+        weight = weight if dim == 0 else weight.finer(runs)
         return joined_fp8([weight.rows(slice(*run)) if dim == 0 else weight.columns(*run) for run in runs], dim)
     if not isinstance(weight, QuantizedWeight):
         return take(weight if isinstance(weight, Tensor) else weight.dequantized(), ranges)
     cut = any(edge % min(UNIT, weight.group) for run in runs for edge in run)
     if dim == 1 and (cut or weight.order is not None):
-        return take(weight.dequantized(), ranges)
+        return FloatWeight(take(weight.dequantized(), ranges), kept=False)
     pieces = [weight.rows(slice(*run)) if dim == 0 else weight.columns(*run) for run in runs]
     return joined_weights(pieces, dim)
 
@@ -207,7 +208,7 @@ class _Reader:
         if places is not None:  # columns of a group side by side
             places = places.argsort(stable=True)
             codes = codes[:, places]
-        rows = self._scheme.int8_rows and bits == 8
+        rows = self._scheme.int8_rows and bits == 8 and group == width
         first = int(zeros[0, 0]) if zeros.numel() else 0
         if first < 1 << bits and bool((zeros == first).all()):
             return QuantizedWeight(codes.contiguous(), scales, None, first, bits, group, places, rows)

@@ -154,6 +154,7 @@ def others(capability: int) -> None:
         rows, out = coded_rows.quantize_rows(wide, dtype=dtype), torch.empty(2, 256, dtype=HALF)
         coded_rows.norm_rows(wide, None, torch.empty(4096), 1e-6, dtype=dtype)
         linear_bytes.linear_bytes(rows.codes, weight.to(dtype), (torch.empty(256), rows.scales), out=out)
+        compile_for_hopper.sliced_bytes(dtype)
     for check in (partial(cases.check_copies, "cpu", HALF, heads, 16), partial(cases.check_draw, "cpu", HALF, 2, 300),
                   partial(cases.check_linear_few, "cpu", HALF, 1, 64, 128)):
         with suppress(AssertionError):

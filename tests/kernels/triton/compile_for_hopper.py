@@ -63,6 +63,7 @@ from quire.kernels.triton import (  # noqa: E402
     linear_planes,
     linear_prefetch,
     linear_row,
+    linear_sliced_bytes,
     linear_stream,
     norm,
     nucleus_rows,
@@ -468,6 +469,21 @@ def latents(shape: LatentShape, sequences: int = 4) -> None:
     latent_attention.latent_tiles(q, cache, table, None, ints, ints[1:], ints, ints, shape, 0.1)
 
 
+def sliced_bytes(*dtypes: torch.dtype) -> None:
+    """Rows and weights of bytes in slices: 32 heads and an MLP's eight ranges, of few rows and of many, with one scale
+    a feature, a scale a slice, and blocks that slices cut."""
+    sums = (Slices.of_heads(32, 128), Slices.of_width(8960))
+    for dtype, slices in ((dtype, slices) for dtype in dtypes for slices in sums):
+        width, x = slices.sum_width, torch.empty(2, 512, dtype=torch.bfloat16)
+        rows = coded_rows.quantize_rows(x, dtype=dtype, peaks=torch.empty(2))
+        for group, count in ((None, 2), (slices.longest, 2048), *(((128, 64),) if dtype != torch.int8 else ())):
+            scales = torch.empty(512) if group is None else torch.empty(512, -(-width // group))
+            weight = linear_sliced_bytes.SlicedBytes(torch.empty(512, width, dtype=dtype), scales, group, slices)
+            linear_sliced_bytes.linear_sliced(torch.empty(count, width, dtype=dtype), rows.scales, weight, None, None,
+                                              out=torch.empty(count, 512, dtype=torch.bfloat16))
+    coded_rows.row_peaks(torch.empty(2, 4096, dtype=torch.bfloat16))
+
+
 def quantized() -> None:
     """GEMMs of packed codes and of int8, and attention over keys and values in fp8."""
     half, ints = partial(torch.empty, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
@@ -481,6 +497,7 @@ def quantized() -> None:
         sizes = linear_bytes.BytesShape(*next(tile for most, tile in device_formats.INT8_TILES if rows <= most))
         linear_bytes.linear_bytes(byte(rows, 1024), byte(512, 1024), (torch.ones(512), torch.ones(rows)),
                                   out=half(rows, 512), sizes=sizes)
+    sliced_bytes(torch.int8, coded_rows.FP8)
     coded_rows.norm_rows(half(4, 1024), half(4, 1024), torch.ones(1024), 1e-6, dtype=torch.int8, pdl=True)
     heads, table = HeadShape(16, 8, 128), torch.zeros(4, 8, dtype=torch.int32)
     cache = pair_cache(*(torch.empty(4, 8, 16, 128, dtype=torch.float8_e4m3fn) for _ in range(2)), 16)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.errors import UnsupportedModelError
 from quire.kernels.quantized import Fp8Weight, QuantizedWeight, Rounding, WeightUse
 from quire.kernels.slices import Slices, finish_tree
 from quire.kernels.triton.coded_rows import FP8, CodedRows
@@ -160,5 +159,3 @@ def test_ranks_that_share_codes_get_the_bits_of_one_rank_in_deterministic_mode(w
     # Interpreted, a kernel that stores bf16 cuts off what does not fit.
     assert torch.equal((found.view(torch.int32) & -65536).view(torch.float32), whole.float())
     assert ops.quantized(codes(False, 32), Slices.of_width(WIDTH)) is None  # a slice would cut what lies together
-    with pytest.raises(UnsupportedModelError, match="deterministic"):
-        ops.quantized(blocks(), slices.part(0, 1))

@@ -177,7 +177,9 @@ def test_rows_columns_and_parts_of_an_fp8_weight_are_those_of_its_floats() -> No
     assert torch.equal(weight.rows([3, 1, 200]).dequantized(), floats[[3, 1, 200]])
     assert torch.equal(weight.columns(128, 384).dequantized(), floats[:, 128:384])
     assert torch.equal(torch.cat([part.dequantized() for part in weight.split([100, 156])]), floats)
-    assert weight.cuts_blocks([(0, 64)]) and not weight.cuts_blocks([(0, 128), (256, 384)])
+    assert weight.finer([(0, 128), (256, 384)]) is weight
+    finer = weight.finer([(0, 64), (96, 384)])
+    assert finer.group == 32 and torch.equal(finer.columns(96, 384).dequantized(), floats[:, 96:])
     assert torch.equal(joined_fp8([weight.columns(0, 128), weight.columns(256, 384)], 1).dequantized(),
                        torch.cat([floats[:, :128], floats[:, 256:]], 1))
     one = Fp8Weight(codes, torch.rand(256, 1), 384)
