@@ -210,6 +210,8 @@ def check_rope_decode(rng: random.Random) -> None:
         for some in ([1], [129], [600], [2048, 700], [4000]):
             few = {"extra": 16, "few": True, "pdl": True, "rows": heads == 32, "window": 300 if heads == 40 else None}
             plans.append((kind, HeadShape(heads, 8, 128), 16, some, few))
+            fp8 = {"kv_dtype": torch.float8_e4m3fn, "kv_scale": 1.0 if heads == 16 else 0.5, "norms": heads != 64}
+            plans.append((kind, HeadShape(heads, 8, 128), 16, some, {**few, **fp8}))
     for dtype, shape, page, lengths, options in plans:
         shown = " ".join(f"{name}={value}" for name, value in options.items())
         attempt(

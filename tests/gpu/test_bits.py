@@ -214,6 +214,15 @@ def test_attention_in_chunks(
     assert bits.differences(f"attention {heads} {window} {softcap}", part, ROWS, COUNTS) == []
 
 
+@pytest.mark.parametrize("heads", HEADS)
+@torch.inference_mode()
+def test_attention_to_fp8_in_chunks(heads: tuple[int, int, int]) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU that knows fp8")
+    part = bits.attention("cuda", torch.bfloat16, ROWS, HeadShape(*heads), None, None, True)
+    assert bits.differences(f"attention to fp8 {heads}", part, ROWS, COUNTS) == []
+
+
 @torch.inference_mode()
 def test_the_measure_would_show_a_gemm_that_depends_on_its_batch() -> None:
     """The library's own GEMM does: if no batch of any size shows it, the comparison above is blind."""

@@ -178,15 +178,17 @@ def test_early_launch_changes_no_bit() -> None:
         assert early == late
 
 
-@pytest.mark.parametrize(("family", "dtype"), [
-    *((family, "bfloat16") for family in FAMILIES), *((family, "float32") for family in ("llama", "gemma3", "gpt2")),
+@pytest.mark.parametrize(("family", "dtype", "kept"), [
+    *((family, "bfloat16", "auto") for family in FAMILIES),
+    *((family, "float32", "auto") for family in ("llama", "gemma3", "gpt2")),
+    ("qwen3", "bfloat16", "fp8"),
 ])
-def test_deterministic_means_the_same_bits_whatever_the_batch(family: str, dtype: str) -> None:
+def test_deterministic_means_the_same_bits_whatever_the_batch(family: str, dtype: str, kept: str) -> None:
     """Tokens, log-probabilities, and those of prompts; `tests/gpu/test_bits.py` says which operation is at fault."""
     config = config_of(family)
 
     def found(count: int = 22, alone: bool = False, **options: Any) -> dict[str, Any]:
-        core = device_engine(config, dtype=dtype, deterministic=True, **options)
+        core = device_engine(config, dtype=dtype, kv_cache_dtype=kept, deterministic=True, **options)
         requests = engines.workload(0, count, VOCAB)
         parts = [[request] for request in requests] if alone else [requests]
         outcome = {name: one for part in parts for name, one in engines.run(core, part).items()}

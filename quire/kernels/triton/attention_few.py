@@ -3,7 +3,7 @@ whose time is latency.
 
 As `attention_rope`: norm, rotation and the KV write are part of it. There the keys of a piece are read after q is
 rotated; here before the kernel before has ended. Heads of 128 features, at most eight query heads to a KV head, keys in
-the activations' type; neither soft cap nor sinks.
+the activations' type or in fp8; neither soft cap nor sinks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fits(device: torch.device, dtype: torch.dtype, shape: HeadShape, turn: HeadT
 def takes(dtype: torch.dtype, shape: HeadShape, turn: HeadTurn, cache: LayerCache) -> bool:
     """Whether the kernel knows such heads and such a cache."""
     queries = shape.num_heads // shape.num_kv_heads
-    plain = dtype in (torch.bfloat16, torch.float16) and cache.k.dtype == dtype and cache.scales is None
+    plain = dtype in (torch.bfloat16, torch.float16) and cache.k.dtype in (dtype, torch.float8_e4m3fn)
     heads = shape.head_dim == _DIM and queries <= _MOST_QUERIES and turn.sinks is None
     return plain and heads and rope_fits(shape, turn)
 
@@ -73,16 +73,19 @@ def few_decode_attention(
     if out is None:
         out = torch.empty(context_len.shape[0], shape.num_heads * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     few_decode_kernel[(shape.num_kv_heads * split.tasks,)](
-        qkv, cache.k, cache.v, out, tables, tables if rows is None else rows, context_len,
+        qkv, cache.k, cache.v, cache.k.view(torch.int32) if cache.k.element_size() == 1 else cache.k,
+        out, tables, tables if rows is None else rows, context_len,
         split.sequence, split.piece, split.count, split.length,
         scratch.partial, scratch.summary, scratch.arrived,
         turn.rope,
         turn.rope if turn.q_norm is None else turn.q_norm,
         turn.rope if turn.k_norm is None else turn.k_norm,
         turn.eps, scale * LOG2_E, 1 << 30 if window is None else window,
+        context_len if cache.scales is None else cache.scales,
         scratch.partial.shape[0], qkv.stride(0), tables.stride(0),
         shape.num_heads, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim, cache.block_size,
         _KEYS, PIECE_STEP, rows is not None, turn.q_norm is not None, drafts, pdl,
+        cache.scales is not None,
         *_layouts(),
         num_warps=_WARPS,
         **({"launch_pdl": True} if pdl else {}),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.slices import Slices
-from quire.kernels.types import HeadShape, StepContext
+from quire.kernels.types import HeadShape, StepContext, pair_cache
 from quire.ops.triton import TritonOps
 from quire.sampling.logprobs import token_logprobs
 from tests.kernels.triton.cases import rand
@@ -103,15 +103,19 @@ def rotations(device: str, dtype: torch.dtype, rows: int, shape: HeadShape) -> I
 
 
 def attention(
-    device: str, dtype: torch.dtype, length: int, shape: HeadShape, window: int | None, softcap: float | None
+    device: str, dtype: torch.dtype, length: int, shape: HeadShape, window: int | None, softcap: float | None,
+    fp8: bool = False,
 ) -> Part:
-    """The queries [first, last) of one sequence as one chunk, after another sequence's."""
+    """The queries [first, last) of one sequence as one chunk, after another sequence's. `fp8`: keys and values are."""
     ops = deterministic_ops(device, dtype)
     page = 16
     blocks = -(-length // page)
     cache = ops.allocate_cache(shape.kv, 2 * blocks, page)
     cache.k.copy_(rand(*cache.k.shape, dtype=dtype, device=device))
     cache.v.copy_(rand(*cache.v.shape, dtype=dtype, device=device))
+    if fp8:
+        cache = pair_cache(cache.k.to(torch.float8_e4m3fn), cache.v.to(torch.float8_e4m3fn), page)
+        cache.scales = torch.linspace(0.5, 1.5, 2 * shape.num_kv_heads, device=device).view(2, -1)
     qkv = rand(length, shape.width, dtype=dtype, device=device)
     table = torch.from_numpy(np.random.default_rng(1).permutation(2 * blocks).astype(np.int32)).view(2, -1).to(device)
 

@@ -283,8 +283,9 @@ def check_rope_decode(
     rope_cache.rope_and_cache_reference(turned, want_cache, *norm_and_turn)
     apart, apart_cache = qkv.clone(), copy_of(cache)
     rope_cache.rope_and_cache(apart, apart_cache, *norm_and_turn)
-    # The interpreter loses the carry of a mantissa that rounds up to the next power of two, so 0.499 becomes 0.25.
-    narrow = apart_cache if kv_dtype is not None and device == "cpu" else want_cache
+    # Triton's interpreter loses the carry of a mantissa that rounds up to the next power of two, so 0.499 becomes 0.25.
+    loses = kv_dtype is not None and device == "cpu"
+    narrow = apart_cache if loses and not few else want_cache
     want_cache = cache_of(narrow.k.to(stored).to(dtype), narrow.v.to(stored).to(dtype))
     scores = make_sinks(device, shape) if sinks else None
     want = attention_mixed.attention_reference(
@@ -304,9 +305,13 @@ def check_rope_decode(
                 raw, mine, *batch, turn, out=out, keys=keys, prefetch=prefetch, carried=carried, pdl=pdl, **seen
             )
         # The interpreter rounds a dot of Triton more than one of Gluon.
-        worst = max(worst, close(out[real], want[real], 2.0), close(out[real], two[real], 4.0 if few else 2.0))
+        worst = max(worst, close(out[real], want[real], 2.0))
         for part, whole, other in ((mine.k, want_cache.k, apart_cache.k), (mine.v, want_cache.v, apart_cache.v)):
-            worst = max(worst, close(part.to(dtype), whole), close(part.to(dtype), other.to(dtype)))
+            worst = max(worst, close(part.to(dtype), whole))
+            if not (loses and few):
+                worst = max(worst, close(part.to(dtype), other.to(dtype)))
+        if not (loses and few):
+            worst = max(worst, close(out[real], two[real], 4.0 if few else 2.0))
         if not bool(out[~real].isnan().all()) or not torch.equal(raw, qkv):
             raise AssertionError("padding or qkv was written to")
         if first is not None and not torch.equal(first, out[real]):

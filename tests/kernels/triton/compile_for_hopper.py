@@ -301,9 +301,18 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     if not small:
         yield "few decode", lambda: attention_few.few_decode_attention(
             torch.empty(2, heads.width, dtype=dtype), wide, table, ints, ints, split, parts, heads, 0.1, turn, pdl=True)
-        for name, each in (("drafted decode", turn), ("drafted decode without norms", HeadTurn(turn.rope))):
-            yield name, lambda t=each: attention_few.few_decode_attention(
-                torch.empty(8, heads.width, dtype=dtype), wide, table, ints, ints, split, parts, heads, 0.1, t,
+        narrow = pair_cache(wide.k.to(torch.float8_e4m3fn), wide.v.to(torch.float8_e4m3fn), 16)
+        scaled = replace(narrow, scales=torch.ones(2, 8))
+        for name, kept in (("few decode over fp8", narrow), ("few decode over scaled fp8", scaled)):
+            yield name, lambda c=kept: attention_few.few_decode_attention(
+                torch.empty(2, heads.width, dtype=dtype), c, table, ints, ints, split, parts, heads, 0.1, turn,
+                pdl=True)
+        for name, each, kept in (
+            ("drafted decode", turn, wide), ("drafted decode without norms", HeadTurn(turn.rope), wide),
+            ("drafted decode over fp8", turn, scaled),
+        ):  # fmt: skip
+            yield name, lambda t=each, c=kept: attention_few.few_decode_attention(
+                torch.empty(8, heads.width, dtype=dtype), c, table, ints, ints, split, parts, heads, 0.1, t,
                 drafts=True, pdl=True)
     for name, exact in (("exact", True), ("mixed", False)):
         yield name, lambda e=exact: attention_mixed.mixed_attention(

@@ -382,11 +382,27 @@ class Races:
         """[program, other]: up to which of its atomics the other's deeds are known to have come before."""
         self.published: dict[tuple[int, int], Tensor] = {}
         self.last: dict[int, dict[str, Tensor]] = {}
+        self.sizes: dict[int, int] = {}
+        """Bytes of a number of each tensor."""
+
+    def _cells(self, flat: Tensor, places: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Who was last at the numbers of a tensor, and where these places are there. A tensor may also come as numbers
+        of another size: then there are cells of the smaller size, and a larger number has several."""
+        address, size = flat.data_ptr(), flat.element_size()
+        if address not in self.last:
+            self.sizes[address] = size
+            self.last[address] = {name: torch.full((2, len(flat)), -1, dtype=torch.int32) for name in ("write", "read")}
+        held = self.sizes[address]
+        if size < held:
+            self.last[address] = {name: cells.repeat_interleave(held // size, 1)
+                                  for name, cells in self.last[address].items()}
+            self.sizes[address] = size
+        elif size > held:
+            places = places[..., None] * (size // held) + torch.arange(size // held)
+        return self.last[address], places
 
     def touch(self, program: int, flat: Tensor, places: Tensor, writes: bool) -> None:
-        last = self.last.setdefault(
-            flat.data_ptr(), {name: torch.full((2, len(flat)), -1, dtype=torch.int32) for name in ("write", "read")}
-        )
+        last, places = self._cells(flat, places)
         for kind in ("write", "read") if writes else ("write",):
             who, when = last[kind][:, places].long().unbind()
             other = (who >= 0) & (who != program)

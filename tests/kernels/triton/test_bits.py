@@ -24,10 +24,12 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("window", [None, 21])
-def test_a_query_has_the_same_bits_in_any_chunk(window: int | None) -> None:
+@pytest.mark.parametrize(("dtype", "window", "fp8"), [
+    (torch.float32, None, False), (torch.float32, 21, False), (torch.bfloat16, None, True),
+])
+def test_a_query_has_the_same_bits_in_any_chunk(dtype: torch.dtype, window: int | None, fp8: bool) -> None:
     torch.manual_seed(2)
-    part = bits.attention(DEVICE, torch.float32, 70, HeadShape(4, 2, 16), window, None)
+    part = bits.attention(DEVICE, dtype, 70, HeadShape(4, 2, 16), window, None, fp8)
     assert bits.differences("attention", part, 70, (1, 31, 40)) == []
 
 

@@ -73,6 +73,15 @@ def test_keys_and_values_of_one_sequence_are_read_before_the_wait(compiled: dict
     assert kernel["early_loads"] == 8 + 8 + 6 * 4 and "STACK:0" in kernel["resources"]
 
 
+@pytest.mark.parametrize("name", ["few decode over fp8", "few decode over scaled fp8"])
+def test_keys_in_fp8_of_one_sequence_cost_no_more_than_those_in_bf16(compiled: dict[str, Any], name: str) -> None:
+    """Keys and values come 8 bytes at a time; cosines, sines and gains as always. Two numbers become fp16 by one
+    instruction: values before the wait and once more in the loop, keys in the loop, and the step's own value."""
+    kernel, plain = compiled[f"{name} bfloat16"], compiled["few decode bfloat16"]
+    assert kernel["early_loads"] == 6 * 4 and "STACK:0" in kernel["resources"]
+    assert 3 * 32 <= kernel["from_fp8"] <= 3 * 32 + 2 and kernel["instructions"] <= plain["instructions"]
+
+
 @pytest.mark.parametrize(("name", "loads", "products", "most"), [
     ("code row bfloat16", 8, 16, 2.0), ("code row float16", 8, 16, 2.0), ("code row gated bfloat16", 16, 48, 1.8),
 ])
