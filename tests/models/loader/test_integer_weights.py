@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.quantized import CodedWeight, QuantizedWeight
 from quire.models.build import build_decoder, stored_parts
 from quire.models.loader.quantization_config import integer_scheme
 from quire.models.loader.source import resolve_model
@@ -96,7 +96,7 @@ def test_ranks_read_their_parts(kind: str, tmp_path: Path) -> None:
     for place in Place.all(2, 2):
         parts = stored_parts(source.config, shard_of(spec, place))
         found = dict(source.weights(parts=parts))
-        kept = {name: weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
+        kept = {name: weight.dequantized() if isinstance(weight, CodedWeight) else weight
                 for name, weight in source.stored_weights(parts=parts)}
         assert all(torch.equal(kept[name], found[name]) for name in found)
         for name, tensor in expected.items():
