@@ -6,7 +6,7 @@ The layouts were checked once against the packing code of autoawq 0.2.9, auto-gp
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -148,9 +148,16 @@ def write_checkpoint(
 ) -> dict[str, Tensor]:
     """A tiny model whose layers' projections are packed; returns the floats that its checkpoint stands for."""
     model = _model(family, tuple({**SIZES, **overrides}.items()))
+    return store_checkpoint(folder, pack, config_of(model) | {"quantization_config": config}, weights_of(model))
+
+
+def store_checkpoint(
+    folder: Path, pack: Packer, config: dict[str, Any], weights: Iterable[tuple[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The same of any weights and their config, which says how they are quantized."""
     stored: Stored = {}
     expected: dict[str, Tensor] = {}
-    for name, tensor in weights_of(model):
+    for name, tensor in weights:
         if name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             tensors, expected[name] = pack(tensor)
             stored.update({f"{name.removesuffix('.weight')}.{member}": each for member, each in tensors.items()})
@@ -158,5 +165,5 @@ def write_checkpoint(
             stored[name] = expected[name] = tensor
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config_of(model) | {"quantization_config": config}))
+    (folder / "config.json").write_text(json.dumps(config))
     return expected
