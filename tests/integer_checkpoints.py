@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from quire.bench.checkpoints.integer_layouts import (
 )
 from tests.checkpoints import config_of, make_model, weights_of
 
-__all__ = ["AWQ", "GPTQ", "Packer", "awq", "compressed", "compressed_config", "gptq", "gptq_config", "write_checkpoint"]
+__all__ = ["AWQ", "GPTQ", "Packer", "awq", "compressed", "compressed_config", "gptq", "gptq_config",
+           "store_checkpoint", "write_checkpoint"]
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
 AWQ = awq_config()
 GPTQ = gptq_config()
@@ -38,9 +40,16 @@ def write_checkpoint(
 ) -> dict[str, Tensor]:
     """A tiny model whose layers' projections are packed; returns the floats that its checkpoint stands for."""
     model = _model(family, tuple({**SIZES, **overrides}.items()))
+    return store_checkpoint(folder, pack, config_of(model) | {"quantization_config": config}, weights_of(model))
+
+
+def store_checkpoint(
+    folder: Path, pack: Packer, config: dict[str, Any], weights: Iterable[tuple[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The same of any weights and their config, which says how they are quantized."""
     stored: Stored = {}
     expected: dict[str, Tensor] = {}
-    for name, tensor in weights_of(model):
+    for name, tensor in weights:
         if name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             some = tensor.clone()
             some[::7] = some[::7].abs()  # so that there are zero points of 0
@@ -50,5 +59,5 @@ def write_checkpoint(
             stored[name] = expected[name] = tensor
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config_of(model) | {"quantization_config": config}))
+    (folder / "config.json").write_text(json.dumps(config))
     return expected

@@ -10,7 +10,7 @@ done last joins a sequence's pieces in their order.
 A cache in fp8 is multiplied in fp16, to which its numbers are converted exactly: values before they are stored, keys
 where they are multiplied. Until then keys are words of four: single bytes that live across a branch or a loop cost two
 instructions each. The scales of a head's keys and values (SCALED) are in its queries and in its result. A step's own
-key and value are rounded as the cache holds them, so that a step attends to what later ones read.
+key and value are rounded once, as the cache holds them, so that a step attends to what later ones read.
 
 With drafts (DRAFTS) a row reads the keys of the rows before it that are of the same sequence, which the cache does not
 have yet: whoever has the sequence's last piece norms and rotates them all, as a tile of their own.

@@ -278,9 +278,12 @@ def check_rope_decode(
     def copy_of(original: LayerCache) -> LayerCache:
         return cache_of(original.k.clone(), original.v.clone())
 
-    want_cache, turned = cache_of(cache.k.to(dtype, copy=True), cache.v.to(dtype, copy=True)), qkv.clone()
+    # The kernel of few sequences rounds a key once, as the cache holds it; the others to their own type first.
+    wide = torch.float32 if few else dtype
+    want_cache, turned = cache_of(cache.k.to(wide, copy=True), cache.v.to(wide, copy=True)), qkv.to(wide, copy=True)
     norm_and_turn = (slots, newest, shape, rope, *gains, 1e-6)
     rope_cache.rope_and_cache_reference(turned, want_cache, *norm_and_turn)
+    turned = turned.to(dtype)
     apart, apart_cache = qkv.clone(), copy_of(cache)
     rope_cache.rope_and_cache(apart, apart_cache, *norm_and_turn)
     # Triton's interpreter loses the carry of a mantissa that rounds up to the next power of two, so 0.499 becomes 0.25.

@@ -40,8 +40,9 @@ def check_drafted_rows(
     newest = (length - 1).clamp(min=0).long()
     block = table.long()[owner.long()].gather(1, newest[:, None] // PAGE)[:, 0]
     slots = torch.where(real, block * PAGE + newest % PAGE, -1)
-    turned, want_cache = qkv.clone(), cache_of(cache.k.clone(), cache.v.clone())
+    turned, want_cache = qkv.float(), cache_of(cache.k.clone(), cache.v.clone())
     rope_cache.rope_and_cache_reference(turned, want_cache, slots, newest, shape, rope, *gains, 1e-6)
+    turned = turned.to(dtype)
     start = torch.arange(len(rows) + 1, dtype=torch.int32, device=device)
     want = attention_mixed.attention_reference(
         turned, want_cache, table[owner.long()], start, length, shape, 0.2, window=window, softcap=None)
@@ -52,7 +53,7 @@ def check_drafted_rows(
     turn, mine = HeadTurn(rope, *gains, 1e-6), cache_of(cache.k.clone(), cache.v.clone())
     batch = (table, where, length, split, scratch, shape, 0.2)
     attention_few.few_decode_attention(qkv, mine, *batch, turn, window=window, out=out, drafts=True, pdl=True)
-    worst = max(close(mine.k.to(dtype), want_cache.k), close(mine.v.to(dtype), want_cache.v),
+    worst = max(close(mine.k.to(dtype), want_cache.k.to(dtype)), close(mine.v.to(dtype), want_cache.v.to(dtype)),
                 close(out[real], want[real], 2.0))
     if not bool(out[~real].isnan().all()):
         raise AssertionError("padding was written to")

@@ -42,6 +42,12 @@ def blocks(input_scale: float | None = None) -> Fp8Weight:
     return Fp8Weight(numbers(FEATURES, WIDTH, seed=7).to(FP8), scales, WIDTH, input_scale)
 
 
+def many_blocks() -> Fp8Weight:
+    """Two and a part of 128 rows, three blocks of 128 columns, each with a scale unlike its neighbours."""
+    scales = torch.tensor([[1.0, 3.0, 0.5], [4.0, 0.25, 2.0], [0.5, 2.0, 5.0]])
+    return Fp8Weight(numbers(320, 384, seed=9).to(FP8), scales.repeat_interleave(128, 0)[:320].contiguous(), 128)
+
+
 def wide(bits: int, zero: int, group: int) -> QuantizedWeight:
     """Scales of half precision, as files have them."""
     generator = torch.Generator().manual_seed(bits)
@@ -55,7 +61,7 @@ def ordered(weight: QuantizedWeight) -> QuantizedWeight:
 
 WEIGHTS = {
     "fp8": (blocks(), 0.05), "fp8 with a fixed scale of inputs": (blocks(0.01), 0.05),
-    "fp8 in blocks": (Fp8Weight(numbers(FEATURES, WIDTH).to(FP8), torch.rand(FEATURES, 1) + 0.5, 128), 0.05),
+    "fp8 in blocks": (many_blocks(), 0.05),
     "int4 with offsets": (codes(), 0.01), "int4": (codes(False, 32), 0.01),
     "int8": (to_int8(numbers(FEATURES, WIDTH)), 0.02), "8 bits in groups": (wide(8, 128, 32), 0.01),
     "5 bits": (wide(5, 16, 32), 0.01), "6 bits": (wide(6, 32, 16), 0.01),
@@ -70,11 +76,12 @@ def test_a_gemm_is_that_of_the_floats_the_weight_stands_for(kind: str, determini
     ops = TritonOps("cpu", BF16, deterministic=deterministic)
     kept = ops.quantized(weight)
     assert kept is weight
-    bias, floats = numbers(2 * FEATURES, seed=3), weight.dequantized()
+    features, width = weight.shape
+    bias, floats = numbers(2 * features, seed=3), weight.dequantized()
     packed = ops.pack_quantized([weight, weight], bias)
-    assert packed.out_features == 2 * FEATURES and packed.in_features == WIDTH
+    assert packed.out_features == 2 * features and packed.in_features == width
     for rows in (1, 3):
-        x, residual = numbers(rows, WIDTH, seed=rows), numbers(rows, 2 * FEATURES, seed=rows + 5)
+        x, residual = numbers(rows, width, seed=rows), numbers(rows, 2 * features, seed=rows + 5)
         want = x.double() @ torch.cat([floats, floats]).double().t() + bias.double() + residual.double()
         close(ops.linear(x, packed, residual), want, most)
 
@@ -82,8 +89,9 @@ def test_a_gemm_is_that_of_the_floats_the_weight_stands_for(kind: str, determini
 def test_rows_do_not_depend_on_each_other_in_deterministic_mode() -> None:
     ops = TritonOps("cpu", BF16, deterministic=True)
     for kind in ("fp8", "fp8 in blocks", "int4", "int8", "6 bits"):
-        packed = ops.pack_quantized([WEIGHTS[kind][0]])
-        x = numbers(70, WIDTH)
+        weight = WEIGHTS[kind][0]
+        packed = ops.pack_quantized([weight])
+        x = numbers(70, weight.shape[1])
         whole = ops.linear(x, packed)
         assert torch.equal(ops.linear(x[3:4].contiguous(), packed), whole[3:4])
         assert torch.equal(ops.linear(x[:65].contiguous(), packed), whole[:65])

@@ -245,8 +245,9 @@ def write_gguf(
     quant: str = "F32",
     extra_tensors: dict[str, np.ndarray] | None = None,
     extra: dict[str, Any] | None = None,
+    blocks: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """`model` as a GGUF file; matrices are stored as `quant`, the rest as F32."""
+    """`model` as a GGUF file; matrices are stored as `quant` (in these `blocks`, by their names), the rest as F32."""
     writer = gguf.GGUFWriter(path, arch)
     _write_shape(writer, arch, model.config)
     write_vocabulary(writer, model.config.vocab_size)
@@ -259,7 +260,9 @@ def write_gguf(
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         values = converted(arch, model, name, weight).float().contiguous().numpy()
-        stored = gguf.quants.quantize(values, kind) if values.ndim == 2 else values
+        stored = values
+        if values.ndim == 2:
+            stored = gguf.quants.quantize(values, kind) if blocks is None else blocks[name]
         writer.add_tensor(
             names.get_name(name, try_suffixes=(".weight", ".bias")),
             stored,
