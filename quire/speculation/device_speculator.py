@@ -51,6 +51,8 @@ _USUAL_ANSWER, _FOLLOW_ANSWERS = 128.0, 0.25
 """Tokens, as long as nobody knows, and how far an answer moves the belief."""
 _MOST_PATIENCE = 8.0
 """Every try in vain doubles the time until the next, up to so many times the first."""
+_LOOK_AGAIN = 16
+"""Steps after which texts that were too long to be read for a try are looked at again, where nothing else changes."""
 _LIKELY = 0.5
 """Chance of a draft from which on a try has one more."""
 
@@ -99,6 +101,8 @@ class DeviceSpeculator(Speculator):
         """Sequences for which that was asked; None: something was learned since."""
         self._looked_at = 0
         """Decoding sequences in the last step for which it was looked who may have drafts."""
+        self._looks_away = 0
+        """Steps for which nobody is looked for to try: reading any of the texts took too long."""
         self.joined = True
         """All that have drafts have them in the same steps. Else two halves take turns where steps overlap, each of
         which reads all weights."""
@@ -124,8 +128,13 @@ class DeviceSpeculator(Speculator):
     def _rests(self, decoding: list[Sequence]) -> bool:
         """Where steps overlap: drafts do not pay for these, nothing was learned since, and it is not time for a try.
         Then nothing is to be found out, and small steps are as short as the host is quick."""
-        return (self.adaptive and self.overlaps and not self._chosen and self._judged_for is not None
-                and len(decoding) == self._looked_at and decoding[0].num_pending > 0 and not self._is_time_to_try)
+        if (not self.adaptive or not self.overlaps or self._chosen or self._judged_for is None
+                or len(decoding) != self._looked_at or not decoding[0].num_pending):
+            return False
+        if self._is_time_to_try:
+            self._looks_away -= 1
+            return self._looks_away >= 0
+        return True
 
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
         sequences = self._draftable(sequences)
@@ -303,6 +312,7 @@ class DeviceSpeculator(Speculator):
             return None
         one = min(sequences, key=partial(self._price, num_decoding), default=None)
         if one is None or self._reading(one, num_decoding) > 1.0:
+            self._looks_away = _LOOK_AGAIN
             return None
         extra = self._seconds(num_decoding, 1, self._tried) - self.times.estimate(num_decoding)
         extra += self._catching_up([one])
