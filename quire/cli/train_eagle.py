@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
+import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from quire.cli.commands import UsageError
+from quire.errors import ConfigError
 from quire.training.options import TrainingOptions
 
 EXAMPLES = (
@@ -105,10 +110,27 @@ def run(args: argparse.Namespace) -> int:
     if args.time_limit is not None:
         left = started + args.time_limit - began - _ENDING * args.time_limit - _EXIT_SECONDS
         trainer.options = dataclasses.replace(options, max_seconds=max(1.0, min(options.max_seconds, left)))
-    found = trainer.train(folder, _say)
+    with _bar(trainer.options, trainer.step, args.time_limit is not None) as (say, stepped):
+        found = trainer.train(folder, say, stepped)
     write_card(folder, args.model, vars(args), found, trainer.step, time.monotonic() - began, len(texts.tokens))
     _say(f"held-out text: {found}; the head is in {folder}")
     return 0
+
+
+@contextmanager
+def _bar(options: TrainingOptions, step: int, limited: bool
+         ) -> Iterator[tuple[Callable[[str], None], Callable[[int, float], None] | None]]:
+    """How to say something, and whom to tell of every step: a bar of steps, or of seconds where these are limited. Not
+    where nobody watches, nor without tqdm."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        yield _say, None
+        return
+    from tqdm import tqdm
+
+    total = round(options.max_seconds) if limited else options.steps
+    with tqdm(total=total, initial=0 if limited else step, desc="Training", unit="s" if limited else "step",
+              dynamic_ncols=True) as bar:
+        yield tqdm.write, lambda steps, seconds: bar.update((min(total, round(seconds)) if limited else steps) - bar.n)
 
 
 def _options(args: argparse.Namespace) -> TrainingOptions:
@@ -126,6 +148,8 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
         raise UsageError("--rows goes with answers in lockstep: add --generate-with lockstep")
     if args.weight_decay < 0.0:
         raise UsageError("--weight-decay must not be negative")
+    if args.data is not None and not Path(args.data).expanduser().is_file():
+        raise UsageError(f"--data: there is no file {args.data}")
     if args.own is not None and args.own < 1:
         raise UsageError("--self must be at least 1")
     if args.generators > 1 and args.own is None:
@@ -143,15 +167,30 @@ def _texts(args: argparse.Namespace, folder: Path, until: float | None) -> Any:
     from quire.training.texts import Texts
 
     path = folder / "texts.safetensors"
+    made_with = {"model": args.model, "data": args.data, "self": args.own, "seed": args.seed,
+                 "max-length": args.max_length, "max-answer": args.max_answer}
     if path.is_file():
+        _check_origin(Texts.origin(path), made_with, folder)
         return Texts.load(path)
     seconds = None if args.generate_seconds == float("inf") else args.generate_seconds
     options = GenerationOptions(args.model, args.device, args.seed, args.max_length, args.max_answer, args.data,
                                 args.own or 0, seconds, until, args.num_threads, args.generators,
                                 lockstep=_lockstep(args), or_engine=args.generate_with == "auto", rows=args.rows)
     texts = make_texts(options, folder, _say)
-    texts.save(path)
+    if not len(texts):
+        raise ConfigError("no text came of it: questions longer than half of --max-length get no answer, nor any that "
+                          "come after the time is up", field="max_length")
+    texts.save(path, made_with)
     return texts
+
+
+def _check_origin(found: Mapping[str, object], wanted: Mapping[str, object], folder: Path) -> None:
+    """Texts of other questions would be trained on as if they were those that were asked for."""
+    for name, value in wanted.items():
+        if found and found.get(name) != value:
+            with_it = f"with --{name} {found.get(name)}" if found.get(name) is not None else f"without --{name}"
+            raise ConfigError(f"{folder} holds texts that were made {with_it}: give the same, or another --out",
+                              field=name)
 
 
 def _lockstep(args: argparse.Namespace) -> bool:

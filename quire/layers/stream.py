@@ -81,9 +81,10 @@ class ResidualStream:
         return self.rows if self._owed is None else self.rows + self._owed
 
     def kept(self) -> Tensor:
-        """As `settled`; what is added to the stream later does not change it. On a CPU every sum goes into new memory,
-        so these are the rows themselves; rows that are owed sums are added to in place."""
-        return self.settled() if self._ops.attention is None and not self.owes else self.copied()
+        """As `settled`; what is added to the stream later does not change it. On a CPU, and where a device's GEMMs take
+        norm and sum along, every sum goes into new memory, so these are the rows themselves; rows that are owed sums
+        are added to in place."""
+        return self.settled() if self._fuses or (self._ops.attention is None and not self.owes) else self.copied()
 
     def copied(self) -> Tensor:
         """As `settled`, in memory of its own."""

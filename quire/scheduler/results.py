@@ -27,7 +27,8 @@ class Results:
         end, tokens = entry.start + entry.num_tokens, result.tokens
         if state.speculator is not None and entry.sample and tokens:
             accepted = len(tokens) - 1
-            cut_at_stop(result, seq.request.stop_ids)
+            if accepted:
+                cut_at_stop(result, seq.request.stop_ids)
             state.speculator.took(seq, entry, result, accepted)
             if entry.num_drafts:  # What was refused, or follows the end, has neither tokens nor KV.
                 entry.judged = result.num_drafts, result.parents, result.kept[: len(tokens)]

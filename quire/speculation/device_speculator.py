@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.speculation.acceptance import PositionOdds
-from quire.speculation.choice import Drafts
+from quire.speculation.choice import DraftChoice, Drafts
 from quire.speculation.costs import StepCosts
 from quire.speculation.speculator import Load, Speculator, offered_by_depth
 from quire.speculation.tree import TreeShape
@@ -51,6 +51,8 @@ _USUAL_ANSWER, _FOLLOW_ANSWERS = 128.0, 0.25
 """Tokens, as long as nobody knows, and how far an answer moves the belief."""
 _MOST_PATIENCE = 8.0
 """Every try in vain doubles the time until the next, up to so many times the first."""
+_LOOK_AGAIN = 16
+"""Steps after which texts that were too long to be read for a try are looked at again, where nothing else changes."""
 _LIKELY = 0.5
 """Chance of a draft from which on a try has one more."""
 
@@ -97,6 +99,10 @@ class DeviceSpeculator(Speculator):
         """Of those that may have drafts, some have a token in flight."""
         self._judged_for: int | None = None
         """Sequences for which that was asked; None: something was learned since."""
+        self._looked_at = 0
+        """Decoding sequences in the last step for which it was looked who may have drafts."""
+        self._looks_away = 0
+        """Steps for which nobody is looked for to try: reading any of the texts took too long."""
         self.joined = True
         """All that have drafts have them in the same steps. Else two halves take turns where steps overlap, each of
         which reads all weights."""
@@ -110,8 +116,25 @@ class DeviceSpeculator(Speculator):
 
     @property
     def drafts_follow(self) -> bool:
-        goes_on = not self.adaptive or not self._goes_without(self._since_plain + 1)
-        return self.drafts_ahead and self._chosen > 0 and goes_on
+        return (self.drafts_ahead and self._chosen > 0
+                and (not self.adaptive or not self._goes_without(self._since_plain + 1)))
+
+    def choose(self, decoding: list[Sequence], room: int) -> DraftChoice:
+        if self._rests(decoding):
+            return DraftChoice()
+        self._looked_at = len(decoding)
+        return super().choose(decoding, room)
+
+    def _rests(self, decoding: list[Sequence]) -> bool:
+        """Where steps overlap: drafts do not pay for these, nothing was learned since, and it is not time for a try.
+        Then nothing is to be found out, and small steps are as short as the host is quick."""
+        if (not self.adaptive or not self.overlaps or self._chosen or self._judged_for is None
+                or len(decoding) != self._looked_at or not decoding[0].num_pending):
+            return False
+        if self._is_time_to_try:
+            self._looks_away -= 1
+            return self._looks_away >= 0
+        return True
 
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
         sequences = self._draftable(sequences)
@@ -278,12 +301,18 @@ class DeviceSpeculator(Speculator):
         tried = self._followed[seq].tries if self.overlaps and seq in self._followed else 0.0
         return self._catching_up([seq]) + tried * self.times.estimate(num_decoding)
 
+    @property
+    def _is_time_to_try(self) -> bool:
+        """As far as the last price of a try says."""
+        return not self._since_plain and self._plain_seconds >= self._next_probe
+
     def _to_try(self, sequences: list[Sequence], num_decoding: int) -> Sequence | None:
         """Whose drafts show whether they have begun to pay, if it is time to find out."""
-        if self._since_plain or self._plain_seconds < self._next_probe:
+        if not self._is_time_to_try:
             return None
         one = min(sequences, key=partial(self._price, num_decoding), default=None)
         if one is None or self._reading(one, num_decoding) > 1.0:
+            self._looks_away = _LOOK_AGAIN
             return None
         extra = self._seconds(num_decoding, 1, self._tried) - self.times.estimate(num_decoding)
         extra += self._catching_up([one])
@@ -378,6 +407,8 @@ class DeviceSpeculator(Speculator):
 
     def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
         """Where a chain was cut, a draft that was not offered has not hit: what counts is what asking for it brings."""
+        if not entry.device_drafts:
+            return
         depth = len(offered_by_depth(result))
         if self._cuts and not result.parents and not entry.draft_depth:
             depth = entry.device_drafts

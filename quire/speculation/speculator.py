@@ -74,8 +74,8 @@ class Speculator(ABC):
         """Each step under way (None: not of decoding alone), when it began, and its drafts."""
         self._last_done = float("-inf")
         self.overlaps = False
-        """A step may be planned while another is under way: seen, or said."""
-        """Steps are begun before others are done: the host's time between two of them is hidden but for drafts."""
+        """Steps are begun before others are done (seen, or said): the host's time between two of them is hidden but for
+        drafts."""
 
     @property
     def most_drafts(self) -> int:
@@ -132,10 +132,11 @@ class Speculator(ABC):
         tokens = drafts = drafting = 0
         decoding = True
         for seq, entry, _ in planned:
+            mine = entry.num_drafts
             tokens += entry.num_tokens
-            drafts += entry.num_drafts
-            drafting += entry.num_drafts > 0
-            decoding = decoding and entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + entry.num_drafts
+            drafts += mine
+            drafting += mine > 0
+            decoding = decoding and entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + mine
         load = Load(tokens, drafts, drafting) if decoding and planned else None
         self.overlaps = self.overlaps or bool(self._in_flight)
         self._in_flight.append((load, self._clock(), drafts))
@@ -171,11 +172,13 @@ class Speculator(ABC):
         Drafts after the end count as judged, since they were; as tokens they do not, and nobody learns their text.
         """
         if entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + entry.num_drafts:
-            self.stats.count(offered_by_depth(result), accepted, len(result.tokens))
+            self.stats.computed(len(result.tokens))
             counts = seq.request.counts
             counts.decode_steps += 1
-            counts.draft_tokens += result.num_drafts
-            counts.accepted_tokens += accepted
+            if result.num_drafts:
+                self.stats.judged(offered_by_depth(result), accepted)
+                counts.draft_tokens += result.num_drafts
+                counts.accepted_tokens += accepted
         self._learn(seq, entry, accepted, result)
 
     @abstractmethod

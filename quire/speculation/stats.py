@@ -17,12 +17,13 @@ class SpeculationStats:
     """By place in the draft: how many were computed there."""
     accepted: list[int] = field(default_factory=list)
 
-    def count(self, offered: list[int], num_accepted: int, num_tokens: int) -> None:
-        """`offered`: drafts at each place."""
+    def computed(self, num_tokens: int) -> None:
+        """A decoding sequence was computed."""
         self.decode_steps += 1
         self.decode_tokens += num_tokens
-        if not offered:
-            return
+
+    def judged(self, offered: list[int], num_accepted: int) -> None:
+        """There were drafts, so many at each place."""
         self.verifications += 1
         while len(self.offered) < len(offered):
             self.offered.append(0)

@@ -242,8 +242,10 @@ class Trainer:
 
     # ---- the loop
 
-    def train(self, folder: Path, say: Callable[[str], None]) -> Acceptance:
-        """Until all steps are done or the time is up; progress is kept in `folder` as it goes."""
+    def train(self, folder: Path, say: Callable[[str], None], stepped: Callable[[int, float], None] | None = None
+              ) -> Acceptance:
+        """Until all steps are done or the time is up; progress is kept in `folder` as it goes. `stepped` is told after
+        every step how many there were, and the seconds of this call."""
         options, began = self.options, time.monotonic()
         limited = options.max_seconds < float("inf")
         batches, longest, looked, saved, spent = self._batches(), 0.0, 0.0, 0.0, 0.0
@@ -265,6 +267,8 @@ class Trainer:
                 self.export(folder)
                 saved = spent
             spent = time.monotonic() - began
+            if stepped is not None:
+                stepped(self.step, spent)
         self.save(folder, self._seconds_before + spent)
         self.export(folder)
         return self.evaluate(time.monotonic() + _LAST_LOOK * options.max_seconds)
@@ -335,8 +339,9 @@ class Trainer:
         part = folder / f"{_STATE}.part"
         save_file(tensors, part)
         part.replace(folder / _STATE)
-        (folder / _PROGRESS).write_text(json.dumps(
-            {"step": self.step, "seconds": seconds, "options": _plain(self.options)}))
+        told = folder / f"{_PROGRESS}.part"
+        told.write_text(json.dumps({"step": self.step, "seconds": seconds, "options": _plain(self.options)}))
+        told.replace(folder / _PROGRESS)
 
     def resume(self, folder: Path) -> bool:
         """Go on from what `folder` holds, if it holds anything."""

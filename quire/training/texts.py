@@ -8,7 +8,7 @@ import random
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ _TOLD = 8
 """Of so many answers one is read as text."""
 _SHORTEST = 24
 """Tokens of an answer that was cut off and is worth keeping."""
+_MADE_WITH = "made_with"
 Pair = tuple[list[int], list[int]]
 """A question and its answer, as ids."""
 
@@ -79,13 +80,22 @@ class Texts:
         return [zlib.crc32(flat[begin : begin + count].tobytes()) < share * 2**32
                 for begin, count in zip(begins, answers, strict=False)]
 
-    def save(self, path: Path) -> None:
-        save_file({"tokens": self.tokens, "begins": self.begins, "answers": self.answers}, path)
+    def save(self, path: Path, made_with: Mapping[str, object] | None = None) -> None:
+        """`made_with`: what they came of, which `origin` tells."""
+        # One entry: of several the file has no order, and the same texts should be the same bytes.
+        said = None if made_with is None else {_MADE_WITH: json.dumps(made_with)}
+        save_file({"tokens": self.tokens, "begins": self.begins, "answers": self.answers}, path, said)
 
     @classmethod
     def load(cls, path: Path) -> Texts:
         with safe_open(path, framework="pt") as file:
             return cls(*(file.get_tensor(name) for name in ("tokens", "begins", "answers")))
+
+    @staticmethod
+    def origin(path: Path) -> dict[str, object]:
+        """What the texts of a file were made with; empty where it does not say."""
+        with safe_open(path, framework="pt") as file:
+            return dict(json.loads((file.metadata() or {}).get(_MADE_WITH, "{}")))
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[list[int], list[int]]]) -> Texts:
@@ -126,7 +136,11 @@ def without_loop(tokens: list[int]) -> list[int]:
 def read_questions(path: Path) -> list[list[dict[str, str]]]:
     """Conversations of a JSON-lines file: {"messages": [...]} or {"prompt": "..."}; their last turn is the user's."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", field="data") from error
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -138,6 +152,9 @@ def read_questions(path: Path) -> list[list[dict[str, str]]]:
             messages = [{"role": "user", "content": said["prompt"]}]
         if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
             raise ConfigError(f'{path}, line {number}, has neither "messages" nor "prompt"', field="data")
+        if not all(isinstance(one.get(part), str) for one in messages for part in ("role", "content")):
+            raise ConfigError(f'{path}, line {number}: every message needs a "role" and a "content", both texts',
+                              field="data")
         while messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]
         if messages:
@@ -256,7 +273,7 @@ class Generator:
                     self._asked.append(answering)
                 continue
             tokens = without_loop(found.tokens)
-            if len(tokens) < _SHORTEST and not found.stopped:
+            if len(tokens) < min(_SHORTEST, self._max_tokens) and not found.stopped:
                 continue  # hardly begun when the time was up
             if found.text.strip():
                 self._told.append(Exchange(job.asked, found.text))

@@ -20,6 +20,9 @@ from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
 from quire.worker.tree_inputs import Node, node_inputs
 
+_FEW_BLOCKS = 8
+"""That are faster marked one by one."""
+
 
 class DraftProgress:
     """What a draft model has computed. Its KV lies in the same blocks as the target's full attention, behind it.
@@ -36,6 +39,9 @@ class DraftProgress:
         self._group = group
         self._filled = {DEVICE: np.zeros(num_blocks, np.bool_)}
         """Blocks whose every token has KV of the draft model."""
+        self._flags = memoryview(self._filled[DEVICE])
+        """The same memory: a few of them are set at a fraction of what numpy takes, which lets go of the interpreter
+        meanwhile and may not get it back at once."""
         self._num_host_blocks = num_host_blocks
         self._computed: dict[int, int] = {}
         """By row: tokens that the draft model has KV for; absent: as many as its blocks say."""
@@ -64,11 +70,14 @@ class DraftProgress:
 
     def written(self, entries: Sequence[PlanEntry]) -> None:
         """The target is about to write these tokens' KV."""
-        size = self._block_size
+        size, table, flags = self._block_size, self._table, self._flags
         for entry in entries:
-            if entry.num_tokens:
-                last = (entry.start + entry.num_tokens - 1) // size
-                self._filled[DEVICE][self._table[entry.row, entry.start // size : last + 1]] = False
+            row, first, end = entry.row, entry.start // size, -(-(entry.start + entry.num_tokens) // size)
+            if end - first > _FEW_BLOCKS:
+                self._filled[DEVICE][table[row, first:end]] = False
+            elif entry.num_tokens:
+                for place in range(first, end):
+                    flags[table.item(row, place)] = False
 
     def restart(self, row: int) -> None:
         """The row belongs to another sequence from now on."""

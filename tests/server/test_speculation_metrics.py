@@ -8,9 +8,10 @@ from quire.speculation.stats import SpeculationStats
 
 def test_drafts_and_what_was_accepted_are_counted_by_position() -> None:
     stats = SpeculationStats()
-    stats.count([1, 1, 1], num_accepted=1, num_tokens=2)
-    stats.count([1, 1], num_accepted=2, num_tokens=3)
-    stats.count([], num_accepted=0, num_tokens=1)
+    for tokens in (2, 3, 1):
+        stats.computed(tokens)
+    stats.judged([1, 1, 1], num_accepted=1)
+    stats.judged([1, 1], num_accepted=2)
     figures = stats.flat()
     assert figures["spec_tokens_per_step"] == 2.0
     assert [figures[f"spec_acceptance_rate_at_{place}"] for place in (1, 2, 3)] == [1.0, 0.5, 0.0]

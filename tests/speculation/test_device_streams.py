@@ -219,3 +219,17 @@ def test_a_gap_that_was_measured_with_few_streams_is_no_reason_against_drafts_of
     other = head()
     other._observe(Load(tokens=64, drafts=32, drafting=32), 0.006, gap=0.0016)
     assert other._gap(64) == other._gap(32) == 0.0016 and other._gap(2) == pytest.approx(0.0004)
+
+
+@pytest.mark.parametrize(("streams", "seconds_behind"), [(1, 1e-6), (16, 1e-6), (1, 1e-3), (16, 1e-3)])
+def test_while_drafts_do_not_pay_hardly_anything_is_asked(streams: int, seconds_behind: float,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether tries are tried now and then, or no text is worth its reading."""
+    speculator, looked = head(), []
+    speculator.seconds_behind = seconds_behind
+    waiting = speculator._waiting
+    monkeypatch.setattr(speculator, "_waiting", lambda *given: looked.append(given) or waiting(*given))
+    gpu = Gpu(streams, speculator, tokens=1000, chances=(0.0,) * 4)
+    gpu.run()
+    assert len(looked) < 0.1 * gpu.steps
+    assert bool(sum(gpu.drafting)) == (seconds_behind < 1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from dataclasses import replace
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.bench.speculation.texts import TEXTS
+from quire.cli import train_eagle
+from quire.cli.commands import UsageError
 from quire.errors import ConfigError
 from quire.kernels.quantized import UNIT
 from quire.models.loader.source import resolve_model
@@ -208,13 +211,46 @@ def test_questions_are_read_or_refused_by_line(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", '
                     '"content": "c"}]}\n')
     assert read_questions(path) == [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
-    for wrong in ("{", '{"text": 1}', '{"messages": []}'):
+    for wrong in ("{", '{"text": 1}', '{"messages": []}', '{"messages": [{"role": "user"}]}',
+                  '{"messages": [{"role": "user", "content": [1]}]}'):
         path.write_text('{"prompt": "a"}\n' + wrong)
         with pytest.raises(ConfigError, match="line 2"):
             read_questions(path)
     path.write_text("\n")
     with pytest.raises(ConfigError, match="no conversation"):
         read_questions(path)
+    path.write_bytes(b"\xff\xfe")
+    for unreadable in (path, tmp_path / "nothing", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_questions(unreadable)
+
+
+def parsed(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    train_eagle.add_arguments(parser)
+    return parser.parse_args(given)
+
+
+def test_texts_of_other_questions_are_not_trained_on(tmp_path: Path) -> None:
+    """A folder goes on with its own texts: those of another file, or none, are refused by name."""
+    questions, out = tmp_path / "questions.jsonl", tmp_path / "head"
+    questions.write_text('{"prompt": "a"}\n')
+    out.mkdir()
+    asked = ("--out", str(out), "--data", str(questions), "--max-length", "64")
+    made_with = {"model": "smollm2-135m", "data": str(questions), "self": None, "seed": 0, "max-length": 64,
+                 "max-answer": 384}
+    Texts.of([([1, 2], [3, 4])]).save(out / "texts.safetensors", made_with)
+    first = (out / "texts.safetensors").read_bytes()
+    Texts.of([([1, 2], [3, 4])]).save(out / "texts.safetensors", made_with)
+    assert (out / "texts.safetensors").read_bytes() == first
+    for more, said in ((["--seed", "1"], "made with --seed 0"), (["--max-answer", "9"], "made with --max-answer 384")):
+        with pytest.raises(ConfigError, match=said):
+            train_eagle._texts(parsed(*asked, *more), out, None)
+    with pytest.raises(ConfigError, match="made with --data"):
+        train_eagle._texts(parsed("--out", str(out), "--self", "9", "--max-length", "64"), out, None)
+    assert len(train_eagle._texts(parsed(*asked), out, None)) == 1
+    with pytest.raises(UsageError, match="no file"):
+        train_eagle._options(parsed("--out", str(out), "--data", str(tmp_path / "nothing"), "--steps", "1"))
 
 
 def test_a_head_begins_at_the_last_layer_of_its_target(folder: Path, texts: Texts, target: Target,
@@ -309,6 +345,8 @@ def test_answers_are_made_until_there_are_enough_or_the_time_is_up() -> None:
     assert any(isinstance(prompt, dict) for prompt in engine.seen)  # the model goes on from a few words
     again = list(Generator(FakeEngine(), 3, 40, at_once=6).converse(1000))  # type: ignore[arg-type]
     assert again == pairs
+    short = list(Generator(FakeEngine(), 3, 10, at_once=6).converse(100))  # type: ignore[arg-type]
+    assert sum(len(answer) for _, answer in short) >= 100  # as long as they may be, so not cut off
     late = Generator(FakeEngine(), 3, 1 << 20, deadline=time.monotonic() + 0.3, at_once=6)  # type: ignore[arg-type]
     began = time.monotonic()
     cut = list(late.converse(1 << 40))
