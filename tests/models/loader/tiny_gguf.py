@@ -238,6 +238,25 @@ def write_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_eos_token_id(1)
 
 
+K_QUANTS = {"Q4_K": (0, 2, 16 * 64), "Q5_K": (0, 2, 32 * 64), "Q6_K": (208, None, 32 * 128)}
+"""Where a block has its scale and the scale of its minima; how many times the former a weight can be."""
+
+
+def quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Rows of blocks. The gguf package reads K-quants only: theirs are random, of the size of these numbers."""
+    if kind.name not in K_QUANTS:
+        return gguf.quants.quantize(values, kind)
+    rng = np.random.default_rng(values.size)
+    elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (values.size // elements, nbytes), dtype=np.uint8)
+    scale_at, minimum_at, steps = K_QUANTS[kind.name]
+    scale = rng.uniform(2, 4, (len(blocks), 1)) * np.abs(values).mean() / steps
+    blocks[:, scale_at : scale_at + 2] = scale.astype(np.float16).view(np.uint8)
+    if minimum_at is not None:  # so that codes of the middle are near zero
+        blocks[:, minimum_at : minimum_at + 2] = (scale * steps / 128).astype(np.float16).view(np.uint8)
+    return blocks.reshape(len(values), -1)
+
+
 def write_gguf(
     path: Path,
     arch: str,
@@ -259,7 +278,7 @@ def write_gguf(
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         values = converted(arch, model, name, weight).float().contiguous().numpy()
-        stored = gguf.quants.quantize(values, kind) if values.ndim == 2 else values
+        stored = quantized(values, kind) if values.ndim == 2 else values
         writer.add_tensor(
             names.get_name(name, try_suffixes=(".weight", ".bias")),
             stored,
