@@ -133,8 +133,8 @@ class QuantizedWeight(CodedWeight):
     int8_rows: bool = False
     """The file asks for activations in int8, with a scale for each token (W8A8)."""
     steps: Tensor | None = None
-    """float32 [N, K / BLOCK, 1 or 2], of K-quants: in a block every scale is the first of these times a whole number from
-    -128 to 127, and every offset the second. None: not known of this weight."""
+    """float32 [N, K / BLOCK, 1 or 2], of K-quants: in a block every scale is the first of these times a whole number
+    from -128 to 127, and every offset the second. None: not known of this weight."""
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or not 0 <= self.zero < 1 << self.bits:

@@ -119,7 +119,8 @@ def _pieces(part: Codes) -> Iterator[QuantizedWeight]:
 
 
 def _scale_bytes(run: Sequence[Codes]) -> int:
-    """As few as hold every scale and offset as it is: 1 for multiples of a number of each block, 2 for half precision."""
+    """As few as hold every scale and offset as it is: 1 for multiples of a number of each block, 2 for half
+    precision."""
     needed = {part.scale_bytes if isinstance(part, UnreadWeight) else _needed(part) for part in run}
     return needed.pop() if len(needed) == 1 else 4
 
@@ -140,15 +141,15 @@ def _are_multiples(weight: QuantizedWeight) -> bool:
         if each is None or values is None:
             continue
         numbers, times = each[:, :blocks], each[:, blocks:].unflatten(1, (blocks, -1))
-        exact = torch.equal(times * numbers.unsqueeze(2), values.unflatten(1, (blocks, -1)))
-        if not exact or not torch.equal(numbers.half().float(), numbers) or not torch.equal(times.char().float(), times):
+        held = torch.equal(numbers.half().float(), numbers) and torch.equal(times.char().float(), times)
+        if not held or not torch.equal(times * numbers.unsqueeze(2), values.unflatten(1, (blocks, -1))):
             return False
     return True
 
 
 def _multiples(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor | None]:
-    """Scales, and offsets, as quire_int_pack takes them in bytes: [N, blocks + groups], the number of each block, then how
-    many times it each is."""
+    """Scales, and offsets, as quire_int_pack takes them in bytes: [N, blocks + groups], the number of each block, then
+    how many times it each is."""
     numbers = () if weight.steps is None else weight.steps.unbind(2)
     found: list[Tensor | None] = []
     for values, number in zip_longest((weight.scales, weight.offsets), numbers):

@@ -154,7 +154,8 @@ def test_scales_of_blocks_are_bytes_and_every_kernel_reads_them_as_they_are(vari
         if not variant_ops.use_integer_kernel(kernel):
             continue
         for rows in (1, 2, 7, 23):
-            assert torch.equal(variant_ops.linear(x[:rows], packed), variant_ops.linear(x[:rows], other)), (kernel, rows)
+            mine = variant_ops.linear(x[:rows], packed)
+            assert torch.equal(mine, variant_ops.linear(x[:rows], other)), (kernel, rows)
 
 
 def test_scales_that_are_no_multiples_of_their_blocks_keep_their_bits(ops, randn):

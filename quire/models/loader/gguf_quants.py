@@ -31,8 +31,8 @@ class Coding:
     split: Splitter
     offsets: bool = False
     steps: tuple[int, ...] = ()
-    """Of blocks of several groups: at which bytes the numbers are that scales, and the negative of offsets, are multiples
-    of."""
+    """Of blocks of several groups: at which bytes the numbers are that scales, and the negative of offsets, are
+    multiples of."""
 
     def decode(self, blocks: np.ndarray, out: np.ndarray) -> None:
         codes = np.empty(out.shape, np.uint8)
