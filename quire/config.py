@@ -30,8 +30,8 @@ class ModelConfig:
     quantization: str | None = option(
         None, "multiply weights as integers or in fp8. On a CPU int8 and int4 round weights that the file stores as "
               "floats to so many bits (some to more, see docs), on a GPU fp8 too (not embedding and head); "
-              "weights that the file stores quantized keep their bits. file rounds nothing (default: file on a CPU, "
-              "unless dtype is float32)",
+              "weights that the file stores quantized keep their bits. file rounds nothing (default: file for files of "
+              "quantized weights, unless dtype is given)",
         ("int8", "int4", "fp8", "file"))
     quantization_group_size: int | None = option(
         None, "with quantization int8 or int4: columns of a weight that share a scale, 32, 64 or 128; 0: one scale per "
@@ -61,6 +61,11 @@ class ModelConfig:
     deterministic: bool = option(
         False, "on a GPU: the same bits whatever the batch, chunks, cache and graphs, at some cost in speed "
                "(a CPU always has them)")
+
+    @property
+    def asks_for_floats(self) -> bool:
+        """A type was named and no quantization: weights that the file stores quantized become floats at load."""
+        return self.quantization is None and self.dtype != "auto"
 
     @property
     def rounding(self) -> Rounding | None:

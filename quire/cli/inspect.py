@@ -54,8 +54,10 @@ def run(args: argparse.Namespace) -> int:
     config = with_shipped_head(config, source)
     plain = read_spec(source.config)
     spec = plain.with_kv_dtype(config.cache.kv_cache_dtype)
-    facts = {**_identity(source), **_shape(spec), **_memory(spec, config)}
-    facts["on_gpu"] = gpu_facts(plain, source.config, _sizes(config))
+    facts = {**_identity(source), **_shape(spec)}
+    facts["file_bytes"] = facts["stored_bytes"] if source.stores_integers else None
+    facts |= _memory(spec, config, facts["file_bytes"])
+    facts["on_gpu"] = gpu_facts(plain, source.config, source.stored_forms(), _sizes(config))
     facts["longrope"] = _longrope(spec, config.model.max_model_len)
     print(json.dumps(facts) if args.json else _page(facts))
     return 0
@@ -157,8 +159,9 @@ def _shape(spec: DecoderSpec) -> dict[str, Any]:
     }
 
 
-def _memory(spec: DecoderSpec, config: EngineConfig) -> dict[str, Any]:
-    """What an engine started now with these options would have."""
+def _memory(spec: DecoderSpec, config: EngineConfig, file_bytes: int | None) -> dict[str, Any]:
+    """What an engine started now with these options would have on a CPU. Ranks share `file_bytes`, of weights that stay
+    as the file has them, as they share parameters; None: weights are float32."""
     from quire.models.shard import shard_of
     from quire.parallel.place import Place
     from quire.worker.memory import available_memory, size_pool, smallest_pool, step_tokens_of
@@ -168,9 +171,11 @@ def _memory(spec: DecoderSpec, config: EngineConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {"available_memory": free, "fits": False, "pool": None, "sequences": {}, "ranks": []}
     draft, beside = _drafts(spec, config, shards)
     block = config.cache.block_size
+    bytes_each = 4.0 if file_bytes is None else file_bytes / spec.num_parameters
 
     def ranks_with(num_blocks: int) -> list[dict[str, Any]]:
-        return [rank_facts(shard, block, num_blocks, draft, more) for shard, more in zip(shards, beside, strict=True)]
+        return [rank_facts(shard, block, num_blocks, draft, more, bytes_each)
+                for shard, more in zip(shards, beside, strict=True)]
 
     facts["ranks"] = ranks_with(0)
     try:
@@ -245,6 +250,8 @@ def _page(facts: dict[str, Any]) -> str:
         ("parameters", f"{facts['parameters']:,}"),
         ("stored as", stored or "nothing (random weights)"),
         ("weights in float32", size_text(facts["weight_bytes"])),
+        *([] if facts["file_bytes"] is None else [
+            ("in the file's bits", f"about {size_text(facts['file_bytes'])}, which is the default; counted below")]),
         ("KV per token", f"{facts['kv_bytes_per_token']:,} bytes"),
         *[
             ("", _group(group))

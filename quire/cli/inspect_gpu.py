@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.gpu_bytes import MADE, made_bytes, made_expert_bytes, stored_bytes, stored_expert_bytes
 from quire.cli.terminal import size_text
 
 if TYPE_CHECKING:
+    from quire.models.loader.stored_forms import StoredForm
     from quire.models.spec import DecoderSpec, Shape
+    from quire.models.weight_names import WeightNames
 
-_BITS = {"none": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4 + 32 / 128}
-"""Of a weight of a projection, scales of groups included; what is not a projection keeps its 16 bits."""
-_SCALED = ("fp8", "int8")
-"""With one float32 scale a row."""
 _PROJECTION = re.compile(r"layers\.\d+\.(attn\.(?!.*norm).*|mlp\.(shared\.)?(up|down|gate))\.weight")
 _EXPERT = re.compile(r"layers\.\d+\.mlp\.experts\.\d+\.(up|down|gate)\.weight")
 _GPUS = (24, 80, 141)
@@ -23,22 +22,28 @@ _GPUS = (24, 80, 141)
 _UTILIZATION = 0.9
 
 
-def gpu_facts(spec: DecoderSpec, config: Mapping[str, Any], sizes: tuple[int, int]) -> dict[str, Any]:
+def gpu_facts(spec: DecoderSpec, config: Mapping[str, Any], forms: Mapping[str, StoredForm], sizes: tuple[int, int]
+              ) -> dict[str, Any]:
     """By `quantization`: bytes of weights; then the KV of a token, and tokens that fit into GPUs of some sizes beside
     weights, without what a step needs. With several ranks, as many as tensor ranks times stages in `sizes`, each on a
-    GPU: of each, and tokens that fit on all of them. Experts that the checkpoint has in MXFP4 stay so in any format."""
+    GPU: of each, and tokens that fit on all of them. `forms`: how the file stores quantized weights, which `file` and
+    whatever rounds the others keep so; what rounds nothing more than `file` is left out."""
+    from quire.models.registry import family_of
     from quire.models.shard import shard_of
     from quire.parallel.place import Place
 
-    stored = config.get("quantization_config")
-    packed = isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4"
+    names = family_of(config).names if forms else None
+    kept = {} if names is None else _kept(spec.parameters(), names, forms)
+    whole = _weights(spec.parameters(), kept)
+    shown = [name for name in whole if name in ("none", "file") or not kept or whole[name] != whole["file"]]
+    whole = {name: whole[name] for name in shown}
     ranks = []
     for place in Place.all(*sizes):
         shard = shard_of(spec, place, stages_help=False)
         kv = shard.kv_bytes_per_block(1, element_size=1)
-        ranks.append({"rank": place.index, "weight_bytes": _weights(shard.parameters, packed),
+        taken = _weights(shard.parameters, kept)
+        ranks.append({"rank": place.index, "weight_bytes": {name: taken[name] for name in shown},
                       "kv_bytes_per_token": {"auto": 2 * kv, "fp8": kv}})
-    whole = _weights(spec.parameters(), packed)
     tokens = {f"{size} GB": {name: min(_tokens(size, rank, name) for rank in ranks) for name in whole}
               for size in _GPUS}
     elements = sum(layer.kv.elements_per_token for layer in spec.layers)
@@ -46,33 +51,33 @@ def gpu_facts(spec: DecoderSpec, config: Mapping[str, Any], sizes: tuple[int, in
             "ranks": ranks if len(ranks) > 1 else []}
 
 
-def _weights(parameters: Mapping[str, Shape], packed: bool) -> dict[str, int]:
-    """Bytes of parameters, by `quantization`. `packed`: the checkpoint has its experts in MXFP4."""
-    rows = columns = others = 0
-    experts = dict.fromkeys((*_BITS, "mxfp4"), 0)
+def _kept(parameters: Iterable[str], names: WeightNames, forms: Mapping[str, StoredForm]) -> dict[str, StoredForm]:
+    """By parameters of the decoder that stay quantized; what a GPU turns or looks up becomes floats."""
+    found = {}
+    for target in parameters:
+        if not (_PROJECTION.fullmatch(target) or _EXPERT.fullmatch(target)) or names.is_transposed(target):
+            continue
+        spelled = (name.removesuffix(".weight") for name in names.spellings(target))
+        form = next((forms[name] for name in spelled if name in forms), None)
+        if form is not None:
+            found[target] = form
+    return found
+
+
+def _weights(parameters: Mapping[str, Shape], kept: Mapping[str, StoredForm]) -> dict[str, int]:
+    """Bytes of parameters, by `quantization`."""
+    found = dict.fromkeys(("none", "file", *MADE[1:]) if kept else MADE, 0)
     for name, shape in parameters.items():
-        if len(shape) == 2 and _EXPERT.fullmatch(name):
-            for form in experts:
-                experts[form] += expert_bytes(form, *shape)
-        elif len(shape) == 2 and _PROJECTION.fullmatch(name):
-            rows, columns = rows + shape[0], columns + math.prod(shape)
-        else:
-            others += math.prod(shape)
-    bits_of = {"none": _BITS["none"], "file": _BITS["none"], **_BITS} if packed else _BITS
-    return {name: int(columns * bits / 8) + 2 * others + (4 * rows if name in _SCALED else 0)
-            + experts["mxfp4" if packed and name != "none" else name] for name, bits in bits_of.items()}
-
-
-def expert_bytes(form: str, rows: int, columns: int) -> int:
-    """Of an expert's weight as it lies on a GPU: planes of 32 bytes a feature, which columns fill up (see
-    `kernels/triton/code_planes.py`), and scales. `form`: what `quantization` makes of floats, or mxfp4."""
-    group = math.gcd(128, columns)
-    if form == "none" or (form == "int4" and group % 32) or (form == "int8" and columns % 32):
-        return 2 * rows * columns
-    if form in _SCALED:
-        return rows * (-(-columns // 32) * 32 + 4)
-    scales = columns // 32 if form == "mxfp4" else 4 * columns // group
-    return rows * (-(-columns // 64) * 32 + scales)
+        expert = _EXPERT.fullmatch(name) is not None
+        rounded = len(shape) == 2 and (expert or _PROJECTION.fullmatch(name) is not None)
+        for made in found:
+            if not rounded or made == "none":
+                found[made] += 2 * math.prod(shape)
+            elif name in kept:
+                found[made] += (stored_expert_bytes if expert else stored_bytes)(kept[name], *shape)
+            else:
+                found[made] += (made_expert_bytes if expert else made_bytes)(made, *shape)
+    return found
 
 
 def _tokens(size: int, rank: dict[str, Any], name: str) -> int:

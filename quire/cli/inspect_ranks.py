@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from quire.worker.memory import DraftKV
 
 
-def rank_facts(shard: Shard, block_size: int, num_blocks: int, draft: DraftKV, draft_parameters: int
-               ) -> dict[str, Any]:
+def rank_facts(shard: Shard, block_size: int, num_blocks: int, draft: DraftKV, draft_parameters: int,
+               bytes_each: float = 4.0) -> dict[str, Any]:
     """One rank: its runs of everything, and the bytes that they take, those of whoever makes drafts included. MLP and
-    experts are those of the first of its layers that has such."""
+    experts are those of the first of its layers that has such. A parameter takes `bytes_each`, a draft's four."""
     from quire.layers.share import dense_width, num_experts
 
     shares = [shard.layer(index) for index in range(shard.first_layer, shard.last_layer)]
@@ -36,7 +36,7 @@ def rank_facts(shard: Shard, block_size: int, num_blocks: int, draft: DraftKV, d
         "head": shard.place.is_last,
         "parameters": shard.num_parameters,
         "draft_parameters": draft_parameters,
-        "weight_bytes": 4 * (shard.num_parameters + draft_parameters),
+        "weight_bytes": int(bytes_each * shard.num_parameters) + 4 * draft_parameters,
         "kv_bytes_per_token": shard.kv_bytes_per_token + draft.on(shard.place),
         "draft_kv_bytes_per_token": draft.on(shard.place),
         "kv_bytes": num_blocks * (shard.kv_bytes_per_block(block_size) + block_size * draft.on(shard.place)),

@@ -18,6 +18,9 @@ from quire.errors import EngineError
 
 MLP_RANGES = 8
 """So that up to eight ranks share the MLP."""
+MANY_HEADS = 16
+"""Query heads from which on they are summed in ranges too: a slice of one head is so short that putting its sum away
+takes a GPU as long as multiplying (an H200, 8,192 rows by 4,096 x 4,096: 32 slices 1.5 times cuBLAS's time)."""
 UNIT = 32
 """Borders of an MLP's ranges are multiples of this: the group of the scaled weight formats."""
 Node = tuple[int, int]
@@ -42,9 +45,15 @@ class Slices:
             raise ValueError(f"no run of slices: {self}")
 
     @classmethod
+    def each(cls, count: int, width: int) -> Self:
+        """So many slices of `width` columns."""
+        return cls(count * width, width, count, 0, count)
+
+    @classmethod
     def of_heads(cls, num_heads: int, head_dim: int) -> Self:
-        """One slice per query head: the attention's output projection."""
-        return cls(num_heads * head_dim, head_dim, num_heads, 0, num_heads)
+        """Of the attention's output projection: a query head each, or eight ranges of many heads."""
+        count = num_heads if num_heads < MANY_HEADS else MLP_RANGES
+        return cls(num_heads * head_dim, head_dim, count, 0, count)
 
     @classmethod
     def of_width(cls, width: int) -> Self:
@@ -101,6 +110,11 @@ class Slices:
     def part(self, first: int, last: int) -> Self:
         """The run of slices [first, last) of the same sum."""
         return replace(self, first=first, last=last)
+
+    def over(self, first: int, last: int) -> Self:
+        """The run of whole slices that has the sum's columns [first, last)."""
+        borders = [self.border(index) for index in range(self.total + 1)]
+        return self.part(borders.index(first), borders.index(last))
 
     def columns(self, first: int, last: int) -> slice:
         """Which of the run's columns slices [first, last) are."""

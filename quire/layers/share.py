@@ -23,7 +23,8 @@ class HeadShare:
 
     @classmethod
     def of(cls, spec: AttentionSpec, rank: int, size: int) -> HeadShare:
-        first, last = rank_run(spec.num_heads, rank, size)
+        whole = Slices.of_heads(spec.num_heads, 1)
+        first, last = (whole.border(index) for index in rank_run(whole.total, rank, size))
         group = spec.num_heads // spec.num_kv_heads
         return cls(first, last, first // group, (last - 1) // group + 1)
 
@@ -37,7 +38,8 @@ class HeadShare:
 
     def slices(self, spec: AttentionSpec) -> Slices:
         """Of the output projection's sum."""
-        return Slices.of_heads(spec.num_heads, spec.value_width).part(self.first, self.last)
+        width = spec.value_width
+        return Slices.of_heads(spec.num_heads, width).over(self.first * width, self.last * width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class LayerShare:
     @property
     def head_tree(self) -> RankTree:
         """The sum of the output projection."""
-        return RankTree.even(self.attention.num_heads, self.size)
+        return RankTree.even(Slices.of_heads(self.attention.num_heads, 1).total, self.size)
 
     @property
     def mlp_slices(self) -> Slices:

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from quire.cli.gpu_bytes import made_bytes
 from quire.config import CPU_DEFAULTS
 from quire.models.loader.catalog import CATALOG
 from quire.models.loader.pull import STAMP, model_folder
+from quire.models.loader.source import resolve_model
+from quire.ops.triton import TritonOps
 from tests.checkpoints import make_checkpoint, make_model, weights_of
 from tests.cli.conftest import Done
 from tests.eagle_heads import make_head
+from tests.fp8_checkpoints import KINDS
+from tests.integer_checkpoints import (
+    AWQ,
+    GPTQ,
+    Packer,
+    awq,
+    compressed,
+    compressed_config,
+    gptq,
+    write_checkpoint,
+)
+from tests.models.loader.tiny_gguf import tiny_model, write_gguf
 from tests.mxfp4_checkpoints import write_mxfp4
 
 
@@ -38,6 +56,7 @@ def pretend_cached(alias: str, cache: Path) -> Path:
 def test_inspect_counts_what_a_checkpoint_holds(tmp_path: Path, inside: Callable[..., Done]) -> None:
     model = make_checkpoint(tmp_path, "llama")
     facts = facts_of(inside("inspect", str(tmp_path), "--json"))
+    assert facts["file_bytes"] is None
     count = sum(weight.numel() for weight in model.parameters())
     assert facts["architecture"] == "LlamaForCausalLM"
     assert facts["parameters"] == count and facts["weight_bytes"] == facts["stored_bytes"] == 4 * count
@@ -46,15 +65,16 @@ def test_inspect_counts_what_a_checkpoint_holds(tmp_path: Path, inside: Callable
     assert facts["kv_bytes_per_token"] == 3 * 2 * 2 * 8 * 4
     assert facts["context"] == 256 and facts["fits"] and not facts["chat_template"]
     on_gpu = facts["on_gpu"]
-    assert on_gpu["weight_bytes"]["none"] == 2 * count > on_gpu["weight_bytes"]["fp8"] > on_gpu["weight_bytes"]["int4"]
+    assert on_gpu["weight_bytes"]["none"] == 2 * count > on_gpu["weight_bytes"]["fp8"]
+    assert on_gpu["weight_bytes"]["int4"] == 2 * count, "rows of 48 and 64 have no groups of 128"
     assert on_gpu["kv_bytes_per_token"]["fp8"] == facts["kv_bytes_per_token"] // 4
-    assert on_gpu["tokens"]["24 GB"]["int4"] > on_gpu["tokens"]["24 GB"]["none"] > 0
+    assert on_gpu["tokens"]["24 GB"]["fp8"] > on_gpu["tokens"]["24 GB"]["none"] > 0
     eight = facts_of(inside("inspect", str(tmp_path), "--kv-cache-dtype", "int8", "--json"))
     assert eight["kv_bytes_per_token"] == 3 * 2 * 2 * (16 + 4), "heads of 8 are padded to 16 codes, and have a scale"
 
 
 def test_inspect_counts_experts_that_stay_packed_on_a_gpu(tmp_path: Path, inside: Callable[..., Done]) -> None:
-    model = make_model("gpt_oss", hidden_size=64, intermediate_size=96)
+    model = make_model("gpt_oss", hidden_size=128, intermediate_size=96)
     write_mxfp4(tmp_path, model)
     taken = facts_of(inside("inspect", str(tmp_path), "--json"))["on_gpu"]["weight_bytes"]
     weights = [tensor for name, tensor in weights_of(model) if name.endswith(("gate_up_proj", "down_proj"))]
@@ -62,10 +82,69 @@ def test_inspect_counts_experts_that_stay_packed_on_a_gpu(tmp_path: Path, inside
     rows = [(tensor.shape[0] * tensor.shape[2], tensor.shape[1]) for tensor in weights]
     packed = sum(count * (width // 32 + -(-width // 64) * 32) for count, width in rows)
     assert taken["none"] - taken["file"] == 2 * numbers - packed > 0
-    assert taken["file"] > taken["fp8"] > taken["int4"], "what is rounded at load beside them"
+    assert taken["file"] > max(taken["fp8"], taken["int4"]), "what is rounded at load beside them"
     make_checkpoint(tmp_path / "other", "qwen3_moe", hidden_size=64, moe_intermediate_size=96)
     taken = facts_of(inside("inspect", str(tmp_path / "other"), "--json"))["on_gpu"]["weight_bytes"]
     assert "file" not in taken and taken["none"] > taken["fp8"] > taken["int4"]
+
+
+_FORMS: dict[str, tuple[Packer, dict[str, Any]]] = {
+    **KINDS, "awq": (awq(), AWQ), "gptq": (gptq(group=64), GPTQ | {"group_size": 64}),
+    "gptq of 8 bits": (gptq(8), GPTQ | {"bits": 8}),
+    "int4": (compressed(symmetric=False), compressed_config(symmetric=False)),
+    "int8": (compressed(8, -1, plain=True), compressed_config(8, -1, plain=True)),
+}
+
+
+@pytest.mark.parametrize("kind", _FORMS)
+def test_inspect_counts_what_a_quantized_file_takes_on_a_gpu(
+    kind: str, tmp_path: Path, inside: Callable[..., Done]
+) -> None:
+    """As packing does; two projections are left in floats, as a config may."""
+    pack, config = _FORMS[kind]
+    floats = ("layers.0.self_attn.o_proj.weight", "layers.1.mlp.down_proj.weight")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4,
+             "head_dim": 32}
+    write_checkpoint(tmp_path, pack, config, **sizes)
+    _leave_in_floats(tmp_path, floats)
+    facts = facts_of(inside("inspect", str(tmp_path), "--json"))
+    taken = facts["on_gpu"]["weight_bytes"]
+    ops, whole = TritonOps("cpu", torch.bfloat16), 0
+    for name, weight in resolve_model(str(tmp_path)).stored_weights():
+        kept = ops.quantized(weight) if name.endswith("_proj.weight") else None
+        whole += 2 * math.prod(weight.shape) if kept is None else ops.pack_quantized([kept]).nbytes
+    assert taken["file"] == whole < taken["none"] == 2 * facts["parameters"]
+    saved = [2 * rows * columns - made_bytes("int4", rows, columns) for rows, columns in ((128, 128), (128, 256))]
+    assert taken["int4"] == whole - sum(saved), "what the file stores as floats is rounded, and nothing else"
+    assert (facts["file_bytes"] is None) == (kind in KINDS)
+    if kind not in KINDS:
+        assert facts["ranks"][0]["weight_bytes"] == facts["file_bytes"] < facts["weight_bytes"]
+    halves = facts_of(inside("inspect", str(tmp_path), "--json", "--tensor-parallel-size", "2"))["on_gpu"]["ranks"]
+    assert all(rank["weight_bytes"]["file"] < 0.6 * whole for rank in halves)
+
+
+def _leave_in_floats(folder: Path, names: tuple[str, ...]) -> None:
+    """Store these projections as floats: nothing of their codes is left."""
+    path = folder / "model.safetensors"
+    wanted = {f"model.{name}": weight for name, weight in
+              ((name.removeprefix("model."), weight) for name, weight in resolve_model(str(folder)).weights())
+              if name in names}
+    modules = tuple(name.removesuffix("weight") for name in wanted)
+    stored = {name: weight for name, weight in load_file(path).items() if not name.startswith(modules)}
+    save_file({**stored, **{name: weight.contiguous() for name, weight in wanted.items()}}, path)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
+def test_inspect_counts_what_a_gguf_takes_on_a_gpu(kind: str, tmp_path: Path, inside: Callable[..., Done]) -> None:
+    model = tiny_model("llama", hidden_size=128, head_dim=32, num_key_value_heads=4, intermediate_size=256)
+    write_gguf(tmp_path / "model.gguf", "llama", model, kind)
+    taken = facts_of(inside("inspect", str(tmp_path / "model.gguf"), "--json"))["on_gpu"]["weight_bytes"]
+    ops, whole = TritonOps("cpu", torch.bfloat16), 0
+    for name, weight in resolve_model(str(tmp_path / "model.gguf")).stored_weights():
+        kept = ops.quantized(weight) if name.endswith("_proj.weight") else None
+        whole += 2 * math.prod(weight.shape) if kept is None else ops.pack_quantized([kept]).nbytes
+    assert list(taken) == ["none", "file"], "no projection is left to round"
+    assert taken["file"] == whole < taken["none"]
 
 
 def test_inspect_says_how_many_sequences_fit(tiny: Path, inside: Callable[..., Done]) -> None:

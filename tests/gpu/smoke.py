@@ -456,7 +456,7 @@ def time_fixed(quick: bool) -> None:
             for z in (FixedShape(), FixedShape(64, 128, 64, 4, 4), FixedShape(128, 128, 64, 8, 3)):
                 t = graph_time([lambda w=w, z=z: linear_fixed(x, w, sizes=z) for w in ws[:4]])
                 row[f"{z.rows}x{z.features}_us"] = 1e6 * t
-            for name, slices in (("heads", Slices.of_heads(width // 128, 128)), ("ranges", Slices.of_width(width))):
+            for name, slices in (("heads", Slices.each(width // 128, 128)), ("ranges", Slices.of_width(width))):
                 t = graph_time([lambda w=w, s=slices: linear_fixed(x, w, slices=s) for w in ws[:4]])
                 row[f"{name}_us"] = 1e6 * t
             note(**row, gflop=flops / 1e9)

@@ -212,7 +212,7 @@ def test_the_table_of_deterministic_mode_changes_no_bit_in_a_graph_or_out_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A layer's GEMMs by `wide`, against the kernels that run without a table."""
-    rows, heads, ranges = 300, Slices.of_heads(16, 128), Slices.of_width(3072)
+    rows, heads, ranges = 300, Slices.each(16, 128), Slices.of_width(3072)
     sizes = {(3072, WIDTH, 1): (1, 128, 7, 2, 1, 1), (WIDTH, WIDTH, 16): (1, 128, 5, 2, 1, 1, 1, 1),
              (6144, WIDTH, 1): (1, 256, 4, 2, 1, 1), (WIDTH, 3072, 8): (1, 192, 5, 2, 1, 1, 0, 0)}  # fmt: skip
     known = {key: [(rows, fixed_table.FixedChoice(fixed_table.WIDE, each))] for key, each in sizes.items()}

@@ -239,7 +239,7 @@ def test_the_use_of_a_layer_decides_what_is_rounded(randn):
     assert table is not None and table.bits == 8
     assert ops.quantized(weight, None, WeightUse.EXACT) is None
     assert ops.quantized(randn(8, 50)) is None, "columns that are no multiple of 32 stay floats"
-    assert ops.quantized(weight, Slices.of_heads(4, 16)) is None, "so does a sum whose slices cut a unit"
+    assert ops.quantized(weight, Slices.each(4, 16)) is None, "so does a sum whose slices cut a unit"
     kept = random_weight("Q5_1")
     assert ops.quantized(kept) is kept
     # Hidden states are what a projection reads, or (with slices) adds to; experts take most of the memory.

@@ -193,9 +193,9 @@ def test_one_weight_that_does_not_fit_keeps_the_whole_matrix_wide(ops):
 
 
 SLICED = {
-    "heads of 64": Slices.of_heads(9, 64),
-    "heads of 128": Slices.of_heads(5, 128),
-    "one head": Slices.of_heads(1, 32),
+    "heads of 64": Slices.each(9, 64),
+    "heads of 128": Slices.each(5, 128),
+    "one head": Slices.each(1, 32),
     "even ranges": Slices.of_width(1536),
     "rows 4 KiB apart": Slices.of_width(1024),
     "uneven ranges": Slices.of_width(480),
@@ -253,7 +253,7 @@ def test_ranks_that_own_runs_of_slices_give_the_bits_of_one(variant_ops, randn, 
 @pytest.mark.parametrize("name", MAKE)
 def test_the_packed_layout_can_be_cut_at_the_borders_of_slices(variant_ops, name):
     """The bytes of a run of slices are a part of the whole panel's."""
-    slices = Slices.of_heads(9, 64)
+    slices = Slices.each(9, 64)
     weight = MAKE[name](8, slices.width)  # one panel in every variant
     whole = variant_ops.pack_linear(weight, None, slices).panels
     part = variant_ops.pack_linear(weight[:, slices.columns(2, 5)].contiguous(), None, slices.part(2, 5)).panels
@@ -266,7 +266,7 @@ def test_the_packed_layout_can_be_cut_at_the_borders_of_slices(variant_ops, name
 )
 def test_a_format_of_groups_is_taken_only_where_slices_do_not_cut_a_group(ops, randn, heads, head_dim, expected):
     """Ranks then pack what they own in the same format, and a group is never on two ranks."""
-    slices = Slices.of_heads(heads, head_dim)
+    slices = Slices.each(heads, head_dim)
     weight = scaled8(40, slices.width)
     packed = ops.pack_linear(weight, None, slices)
     assert packed.format == expected
@@ -293,7 +293,7 @@ def test_slices_give_the_same_bits_with_any_number_of_threads_and_any_fma(randn)
 
 
 def test_a_run_of_slices_has_no_product_of_its_own(ops, randn):
-    slices = Slices.of_heads(4, 32)
+    slices = Slices.each(4, 32)
     part = ops.pack_linear(randn(8, 64), None, slices.part(2, 4))
     with pytest.raises(EngineError, match="linear_nodes"):
         ops.linear(randn(2, 64), part)
@@ -303,12 +303,12 @@ def test_a_run_of_slices_has_no_product_of_its_own(ops, randn):
 
 def test_slices_of_another_width_are_refused(ops, randn):
     with pytest.raises(EngineError, match="do not fit a weight of 65"):
-        ops.pack_linear(randn(8, 65), None, Slices.of_heads(2, 32))
+        ops.pack_linear(randn(8, 65), None, Slices.each(2, 32))
 
 
 def test_a_tree_that_needs_too_many_sums_at_once_is_refused(ops, randn):
     """A run of all but the first and last slice is the hardest."""
-    held, many = Slices.of_heads(256, 1).part(1, 255), Slices.of_heads(2048, 1).part(1, 2047)
+    held, many = Slices.each(256, 1).part(1, 255), Slices.each(2048, 1).part(1, 2047)
     weight = randn(8, 2046)
     ops.pack_linear(weight[:, :254].contiguous(), None, held)
     with pytest.raises(EngineError, match="needs 20 sums at once"):

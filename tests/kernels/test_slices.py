@@ -62,6 +62,18 @@ def test_widths_of_real_models() -> None:
     assert Slices.of_width(336).borders == (0, 32, 64, 128, 160, 192, 256, 288, 336)
     assert Slices.of_width(100).borders == (0, 32, 64, 96, 100)
     assert Slices.of_heads(9, 64).borders == tuple(range(0, 577, 64))
+    assert Slices.of_heads(32, 128).borders == tuple(range(0, 4097, 512))
+    assert Slices.of_heads(28, 128).borders == tuple(128 * heads for heads in (0, 3, 7, 10, 14, 17, 21, 24, 28))
+
+
+@given(heads=st.integers(1, 130), size=st.integers(1, 8))
+def test_ranks_have_whole_heads_and_whole_slices(heads: int, size: int) -> None:
+    whole = Slices.of_heads(heads, 64)
+    for rank in range(size):
+        first, last = (whole.border(index) for index in rank_run(whole.total, rank, size))
+        assert first % 64 == last % 64 == 0
+        if first < last:
+            assert whole.over(first, last).width == last - first
 
 
 @given(count=COUNTS, size=st.integers(1, 12))
@@ -75,13 +87,13 @@ def test_ranks_own_all_slices_once_in_order(count: int, size: int) -> None:
 @given(count=COUNTS)
 def test_the_tree_adds_neighbours_first_and_carries_an_odd_one(count: int) -> None:
     assert add_in_tree(leaves(count)) == grow(leaves(count))
-    assert run_stack(Slices.of_heads(count, 1)) == {(0, count): grow(leaves(count))}
+    assert run_stack(Slices.each(count, 1)) == {(0, count): grow(leaves(count))}
 
 
 @given(data=st.data(), count=COUNTS)
 def test_any_split_into_runs_gives_the_same_additions(data: st.DataObject, count: int) -> None:
     cuts = sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=8))})
-    slices = Slices.of_heads(count, 3)
+    slices = Slices.each(count, 3)
     values: dict[tuple[int, int], Term] = {}
     for low, high in pairwise(cuts):
         values |= run_stack(slices.part(low, high))
@@ -107,10 +119,10 @@ def test_values_that_leave_a_slice_out_are_refused() -> None:
 
 def test_a_weight_of_another_width_is_refused() -> None:
     with pytest.raises(EngineError, match="do not fit a weight of 64"):
-        Slices.of_heads(3, 20).check_width(64)
+        Slices.each(3, 20).check_width(64)
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (2, 1), (0, 5), (-1, 2)])
 def test_a_run_that_is_none_is_refused(first: int, last: int) -> None:
     with pytest.raises(ValueError, match="no run of slices"):
-        Slices.of_heads(4, 8).part(first, last)
+        Slices.each(4, 8).part(first, last)

@@ -7,7 +7,8 @@ float32's over whole passages of LAMBADA, with a standard error over passages.
 
 `file` multiplies the integers that the file stores. `int8` and `int4` are made at load from the same model in floats,
 which is written to a folder of its own first (an engine would keep a file's integers); `int4-symmetric` is without zero
-points. `int8-kv` multiplies floats, and keeps keys and values as int8.
+points. `int8-kv` multiplies floats, and keeps keys and values as int8. `--files` writes the model's weights as a
+checkpoint in each of the layouts that it names (`quire.bench.checkpoints`) and multiplies what that file stores.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.bench.checkpoints.names import LAYOUT_NAMES
 from quire.bench.cpu.kept_scores import KeptScores
 from quire.errors import QuireError
 from quire.eval.tasks import Engine, Options, Result, Scored
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "examples:\n"
     "  quire bench accuracy --limit 1000\n"
-    "  quire bench accuracy --model gemma3-270m --formats file --tasks lambada --kl-texts 20"
+    "  quire bench accuracy --model gemma3-270m --formats file --tasks lambada --kl-texts 20\n"
+    "  quire bench accuracy --files awq q4_0 --tasks lambada --table"
 )
 REFERENCE = "float32"
 FORMATS: dict[str, dict[str, Any]] = {
@@ -45,6 +48,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8-kv": {"dtype": "float32", "kv_cache_dtype": "int8"},
 }
 """Engine options of each."""
+FILE = FORMATS["file"]
+"""Of a layout that the weights were written in."""
 _AS_STORED = ("file", "int8-kv")
 """Take the weights from the model's own file."""
 TASKS = ("lambada", "arc_easy")
@@ -54,12 +59,16 @@ _TEXTS_AT_ONCE = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    others = [name for name in (*FORMATS, "fp8", "fp8-kv") if name != REFERENCE]
+    others = [name for name in (*FORMATS, "fp8", "int4-64", "fp8-kv") if name != REFERENCE]
     parser.add_argument("--model", default="smollm2-135m", help="an alias, a path or a hub id (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
                         help="cuda: the formats of a GPU, against bf16 there (default: %(default)s)")
     parser.add_argument("--formats", nargs="+", choices=others, default=None,
-                        help="compared with float32, or bf16 on a GPU (default: all of the device)")
+                        help="compared with float32, or bf16 on a GPU (default: all of the device, none with --files)")
+    parser.add_argument("--files", nargs="+", choices=(*LAYOUT_NAMES, "all"), default=(), metavar="LAYOUT",
+                        help="write the model as a checkpoint in each of these layouts, rounded to the nearest, and "
+                        f"compare that too: all, {', '.join(LAYOUT_NAMES)}")
+    parser.add_argument("--table", action="store_true", help="print a table instead of lines of JSON")
     parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS), help="what to ask (default: all)")
     parser.add_argument("--limit", type=int, default=1000, metavar="N",
                         help="ask the first N questions of each task (0: all; default: %(default)s)")
@@ -72,18 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-threads", type=int, default=None, metavar="N", help="threads (default: the cores)")
 
 
-def run(args: argparse.Namespace) -> int:
-    if args.limit < 0 or args.kl_texts < 0:
-        raise QuireError("--limit and --kl-texts are 0 or more")
-    wanted = args.formats or [name for name in FORMATS if name != REFERENCE]
-    if not set(wanted) <= FORMATS.keys():
-        raise QuireError("--formats fp8 and fp8-kv need --device cuda")
-    asked = Asked(args.model, tuple(args.tasks), args.limit or None, args.num_threads, args.keep)
-    for line in measure(asked, wanted, args.kl_texts):
-        print(json.dumps(line), flush=True)
-    return 0
-
-
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What is put to every format."""
@@ -94,25 +91,48 @@ class Asked:
     threads: int | None
     keep: str | None = None
     """Folder of answers from earlier runs."""
+    files: tuple[str, ...] = ()
+    """Layouts that the weights are written in."""
+
+
+def contenders(asked: Asked, formats: Sequence[str], as_stored: Sequence[str],
+               device: str = "cpu") -> Iterator[tuple[str, str]]:
+    """Each format and each layout, with the path that it is loaded from; what was written for a layout is gone when the
+    next one is asked for."""
+    with ExitStack() as held:
+        floats: str | None = None
+        for name in formats:
+            if name not in as_stored and floats is None:
+                floats = held.enter_context(in_floats(asked.model))
+            yield name, asked.model if floats is None or name in as_stored else floats
+    if not asked.files:
+        return
+    from quire.bench.checkpoints.layouts import Checkpoints
+
+    checkpoints = Checkpoints(asked.model, device)
+    for name in asked.files:
+        with tempfile.TemporaryDirectory(prefix="quire-layout-") as folder:
+            yield name, checkpoints.write(name, Path(folder))
 
 
 def measure(asked: Asked, formats: Sequence[str], kl_texts: int) -> Iterator[dict[str, Any]]:
     from quire.machine import describe_machine
 
+    unknown = [name for name in formats if name not in FORMATS]
+    if unknown:
+        raise QuireError(f"--formats {unknown[0]} needs --device cuda")
     common = {"bench": "accuracy", "model": asked.model, **describe_machine()}
-    with in_floats(asked.model) as floats:
-        reference = [_answers(REFERENCE, asked.model, task, asked) for task in asked.tasks]
-        for result in reference:
-            yield {**common, "format": REFERENCE, **scores(result)}
-        for name in formats:
-            stored = asked.model if name in _AS_STORED else floats
-            for task, other in zip(asked.tasks, reference, strict=True):
-                began = time.perf_counter()
-                mine = _answers(name, stored, task, asked)
-                yield {**common, "format": name, **scores(mine), **compared(mine, other),
-                       "seconds": round(time.perf_counter() - began, 1)}
-            if kl_texts:
-                yield {**common, "format": name, **divergence(name, stored, asked.model, kl_texts, asked.threads)}
+    reference = [_answers(REFERENCE, asked.model, task, asked) for task in asked.tasks]
+    for result in reference:
+        yield {**common, "format": REFERENCE, **scores(result)}
+    for name, stored in contenders(asked, formats, _AS_STORED):
+        for task, other in zip(asked.tasks, reference, strict=True):
+            began = time.perf_counter()
+            mine = _answers(name, stored, task, asked)
+            yield {**common, "format": name, **scores(mine), **compared(mine, other),
+                   "seconds": round(time.perf_counter() - began, 1)}
+        if kl_texts:
+            yield {**common, "format": name, **divergence(name, stored, asked.model, kl_texts, asked.threads)}
 
 
 @contextmanager
@@ -199,7 +219,9 @@ def divergence(name: str, stored: str, model: str, count: int, threads: int | No
     """Mean KL against float32 at every position of the first passages."""
     import torch
 
-    texts = passages(model, count)
+    from quire.models.loader.source import resolve_model
+
+    texts = passages(resolve_model(model).tokenizer(), count)
     longest = max(map(len, texts))
     with torch.inference_mode():
         mine = decoder_of(name, stored, longest, threads)
@@ -224,12 +246,10 @@ def divergence_of(mine: Decoder, reference: Decoder, texts: Sequence[list[int]])
             "kl_error": round(mean.error, 6), "same_likeliest": round(same / positions, 4)}
 
 
-def passages(model: str, count: int) -> list[list[int]]:
+def passages(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     from quire.eval.data import rows
     from quire.eval.tasks import first
-    from quire.models.loader.source import resolve_model
 
-    tokenizer = resolve_model(model).tokenizer()
     requests = [row["request"] for row in first(rows("lambada"), count)]
     return [tokenizer.encode(request["context"] + request["continuation"]) for request in requests]
 
@@ -238,4 +258,4 @@ def decoder_of(name: str, stored: str, max_model_len: int, threads: int | None) 
     """The decoder that an engine with the format's options would run."""
     from quire.bench.cpu.cpu_decoder import cpu_decoder
 
-    return cpu_decoder(stored, max_model_len, threads, **FORMATS[name])
+    return cpu_decoder(stored, max_model_len, threads, **FORMATS.get(name, FILE))

@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
                           field="methods")
     options: dict[str, Any] = {"num_threads": args.num_threads, "device": args.device, "max_model_len": 2048,
                                "quantization": args.quantization}
-    if args.quantization is None and args.device == "cpu":
-        options["dtype"] = "float32"
+    if args.quantization is None:  # floats, whatever the file stores
+        options["dtype"] = "float32" if args.device == "cpu" else "bfloat16"
     if args.device == "cuda":
         options |= {**_OPTIONS_ON_GPU, "max_num_seqs": max(64, *args.batch)}
     same, failed = True, False

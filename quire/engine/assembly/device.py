@@ -36,8 +36,8 @@ class ModelWorker(Protocol):
         ...
 
 
-def resolve(config: EngineConfig, stores_integers: bool = False) -> EngineConfig:
-    """The same with device, and what the user left to device and file, filled in. `stores_integers`: the file does."""
+def resolve(config: EngineConfig, source: ModelSource | None = None) -> EngineConfig:
+    """The same with device, and what the user left to device and file, filled in. `source` None: a file of floats."""
     # The dummy executor computes nothing: no need to look for a GPU, nor to import torch.
     device = "cpu" if config.model.executor == "dummy" else config.model.device
     missing = None if device == "cpu" else _missing_for_gpu()
@@ -50,15 +50,17 @@ def resolve(config: EngineConfig, stores_integers: bool = False) -> EngineConfig
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu",
-                                  quantization=_quantization(config.model, stores_integers and not gpu)),
+                                  quantization=_quantization(config.model, source, gpu)),
         scheduler=_with_a_step_for_every_stage(config).resolved(gpu),
     )
 
 
-def _quantization(model: ModelConfig, integers_on_cpu: bool) -> str | None:
-    """A CPU multiplies a file's integers as they are, unless floats are asked for (docs/quantization.md says why)."""
-    left_open = model.quantization is None and model.dtype == "auto"
-    return "file" if left_open and integers_on_cpu else model.quantization
+def _quantization(model: ModelConfig, source: ModelSource | None, gpu: bool) -> str | None:
+    """A GPU keeps whatever quantized weights a file has, a CPU its integers, unless floats are asked for
+    (docs/quantization.md says why)."""
+    if model.quantization is not None or model.asks_for_floats or source is None:
+        return model.quantization
+    return "file" if (source.stores_codes if gpu else source.stores_integers) else None
 
 
 def _check_quantization(config: EngineConfig, gpu: bool) -> None:
@@ -177,5 +179,5 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
 
 
 def _device_weights(source: ModelSource, config: EngineConfig) -> Iterator[tuple[str, StoredWeight]]:
-    """Weights that the file stores quantized keep their bits if that is asked for."""
-    return source.weights(None) if config.model.quantization is None else source.stored_weights()
+    """Weights that the file stores quantized keep their bits, unless floats are asked for."""
+    return source.weights(None) if config.model.asks_for_floats else source.stored_weights()

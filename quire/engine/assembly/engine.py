@@ -67,7 +67,7 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
     source = open_source(config, progress)
     if not config.model.skip_tokenizer_init:
         source.start_tokenizer()
-    config = with_shipped_head(resolve(config, source.stores_integers), source)
+    config = with_shipped_head(resolve(config, source), source)
     worker, executor = build_worker(source, config)
     try:
         return _connect_rooms(config, source, worker, executor, clock, options)

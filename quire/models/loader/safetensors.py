@@ -86,6 +86,18 @@ def tensor_names(folder: Path) -> list[str]:
     return names
 
 
+def tensor_shapes(folder: Path) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of every tensor of a folder, without reading them."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="np") as shard:
+                yield from [(name, tuple(shard.get_slice(name).get_shape())) for name in list(shard.keys())]
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelLoadError(f"{path} is truncated or corrupted ({error}); download it again") from error
+
+
 def iterate_weights(
     folder: Path, dtype: torch.dtype | None, ranges_of: RangesOf | None = None, fp8: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:

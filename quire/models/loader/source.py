@@ -27,6 +27,7 @@ from quire.models.loader.json_file import read_json_object
 from quire.models.loader.latent_halves import join, joined, whole_of
 from quire.models.loader.pull import pull
 from quire.models.loader.quantization_config import integer_scheme
+from quire.models.loader.stored_forms import StoredForm, folder_forms, gguf_form
 from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
 from quire.tokenizer.from_folder import has_tokenizer, tokenizer_from_folder
 from quire.tokenizer.from_gguf import tokenizer_from_gguf
@@ -100,6 +101,15 @@ class ModelSource(ABC):
     @abstractmethod
     def stores_integers(self) -> bool:
         """Whether matrices of the file are integers with scales."""
+
+    @property
+    @abstractmethod
+    def stores_codes(self) -> bool:
+        """Whether matrices of the file are integers, fp8 or MXFP4 with scales."""
+
+    @abstractmethod
+    def stored_forms(self) -> dict[str, StoredForm]:
+        """How each quantized weight is stored, by its name without `.weight`, from headers alone."""
 
     @abstractmethod
     def _weights(
@@ -199,6 +209,15 @@ class GgufSource(ModelSource):
     @property
     def stores_integers(self) -> bool:
         return not self.is_dummy and any(tensor.format.coding is not None for tensor in self._file.tensors.values())
+
+    @property
+    def stores_codes(self) -> bool:
+        mxfp4 = not self.is_dummy and any(tensor.format.name == MXFP4 for tensor in self._file.tensors.values())
+        return mxfp4 or self.stores_integers
+
+    def stored_forms(self) -> dict[str, StoredForm]:
+        named = [] if self.is_dummy else [(name, gguf_form(tensor.format)) for name, tensor, _ in self._wanted(None)]
+        return {name.removesuffix(".weight"): form for name, form in named if form is not None}
 
     def _read(
         self, tensor: GgufTensor, name: str, dtype: torch.dtype | None, ranges: Ranges | None
@@ -373,6 +392,14 @@ class FolderSource(ModelSource):
     @property
     def stores_integers(self) -> bool:
         return not self.is_dummy and integer_scheme(self._config) is not None
+
+    @property
+    def stores_codes(self) -> bool:
+        fp8 = fp8_scheme(self._config) is not None
+        return self.stores_integers or (not self.is_dummy and (fp8 or self._is_mxfp4))
+
+    def stored_forms(self) -> dict[str, StoredForm]:
+        return {} if self.is_dummy else folder_forms(self.path, self._config)
 
     def _weights(
         self, dtype: torch.dtype | None, parts: StoredParts | None

@@ -65,7 +65,7 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
     parts = None if shard.is_whole else stored_parts(source.config, shard)
     weights: Iterable[tuple[str, StoredWeight]] | None = None
     if model.load_format != "dummy":
-        weights = source.weights(None, parts) if model.quantization is None else source.stored_weights(parts)
+        weights = source.weights(None, parts) if model.asks_for_floats else source.stored_weights(parts)
     options = device_options(config, spec.max_positions, str(device))
     return GpuWorker(source.config, weights, config.cache, options, speculation=speculation_of(config, source),
                      share=share)

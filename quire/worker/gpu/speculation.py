@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.kernels.quantized import StoredWeight
 from quire.models.decoder import Decoder
 from quire.models.heads.build import build_head
 from quire.models.heads.head import DraftHead
@@ -30,7 +30,7 @@ class Speculation:
 
     options: SpeculationOptions
     config: Mapping[str, Any] | None = None
-    weights: Iterable[tuple[str, Tensor]] | None = None
+    weights: Iterable[tuple[str, StoredWeight]] | None = None
     head: BuildHead | None = None
     """Of a head that reads the target's hidden states."""
 
@@ -52,7 +52,14 @@ def speculation_of(config: EngineConfig, source: ModelSource) -> Speculation | N
         draft = resolve_model(options.model, load_format=options.load_format, cache_dir=config.model.cache_dir)
     if options.reads_states:
         return Speculation(options, head=partial(_eagle, draft))
-    return Speculation(options, draft.config, None if options.load_format == "dummy" else draft.weights(None))
+    return Speculation(options, draft.config, _draft_weights(draft, config))
+
+
+def _draft_weights(draft: ModelSource, config: EngineConfig) -> Iterable[tuple[str, StoredWeight]] | None:
+    """As the target's: in the file's own bits, unless floats are asked for."""
+    if draft.is_dummy:
+        return None
+    return draft.weights(None) if config.model.asks_for_floats else draft.stored_weights()
 
 
 def _check_head(method: str, config: EngineConfig) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.bench.accuracy import table
 from quire.bench.cpu import accuracy
 from quire.bench.cpu.accuracy import Asked, decoder_of, in_floats
 from quire.bench.cpu.kept_scores import KeptScores
@@ -18,6 +19,7 @@ from quire.eval.paired import kl_by_position
 from quire.eval.tasks import Scored
 from quire.models.loader.source import resolve_model
 from tests.integer_checkpoints import AWQ, awq, write_checkpoint
+from tests.models.loader.tiny_gguf import tiny_model, write_gguf
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28]
 
@@ -45,6 +47,24 @@ def test_texts_with_one_beginning_have_the_logits_of_each_alone(tmp_path: Path) 
             decoder = decoder_of(name, str(tmp_path / "awq"), 64, 1)
             for text, count, found in zip(texts, kept, last_logits(decoder, texts, kept), strict=True):
                 assert torch.equal(found, logits_of(decoder, text)[-count:]), name
+
+
+def test_a_model_is_compared_in_the_layouts_it_is_written_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "model.gguf", "llama", tiny_model("llama"))
+    rows = [{"request": {"context": "\u0103\u0104\u0105", "continuation": f"{chr(0x106 + i)}{chr(0x107 + i)}"}}
+            for i in range(3)]
+    monkeypatch.setattr(data, "rows", lambda name: iter(rows))
+    asked = Asked(str(tmp_path / "model.gguf"), ("lambada",), None, 1, files=("awq", "q8_0"))
+    lines = list(accuracy.measure(asked, ["int8"], 2))
+    found = {(line["format"], line["task"]): line for line in lines}
+    assert list(found) == [("float32", "lambada"), *((name, task) for name in ("int8", "awq", "q8_0")
+                                                     for task in ("lambada", "kl"))]
+    assert 0 < found["q8_0", "kl"]["kl"] < found["awq", "kl"]["kl"] < 1
+    shown = list(table(lines, asked.tasks))
+    assert len(shown) == 2 + 4 and len({row.count("|") for row in shown}) == 1
+    assert f"{found['awq', 'kl']['kl']:.2g}" in next(row for row in shown if row.startswith("| `awq`"))
+    with pytest.raises(QuireError, match="fp8-kv needs --device cuda"):
+        next(accuracy.measure(asked, ["fp8-kv"], 0))
 
 
 class Examinee:

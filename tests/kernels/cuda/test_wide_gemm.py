@@ -20,7 +20,7 @@ from quire.kernels.slices import Slices
 from quire.kernels.triton.fixed_tiles import TileScratch
 
 ROWS = (64, 256, 8192)
-HEADS, RANGES = Slices.of_heads(32, 128), Slices.of_width(12_288)
+HEADS, RANGES = Slices.each(32, 128), Slices.of_width(12_288)
 
 
 def test_every_candidate_can_compute_its_gemm() -> None:
@@ -83,19 +83,19 @@ def test_a_counter_has_a_place_for_each_node_that_waits() -> None:
     assert places(RANGES, 1, 128, 7, 2, 1, 1) == (4, 1)
     assert places(RANGES, 1, 192, 5, 2, 1, 1) == (2, 2)
     assert places(RANGES, 1, 256, 4, 2, 1, 1) == (1, 3)
-    assert places(Slices.of_heads(40, 128), 1, 128, 5, 2, 1, 1, 1, 1) == (4, 4)
+    assert places(Slices.each(40, 128), 1, 128, 5, 2, 1, 1, 1, 1) == (4, 4)
 
 
 @pytest.mark.parametrize(
     "slices, shape",
     [
-        (Slices.of_heads(9, 64), (1, 128, 5, 2, 1, 1)),  # nodes of four, and one slice left
-        (Slices.of_heads(8, 80), (1, 128, 5, 2, 1, 1)),  # no whole turns
+        (Slices.each(9, 64), (1, 128, 5, 2, 1, 1)),  # nodes of four, and one slice left
+        (Slices.each(8, 80), (1, 128, 5, 2, 1, 1)),  # no whole turns
         (Slices.of_width(3040), (1, 128, 5, 2, 1, 1)),  # unequal ones
-        (Slices.of_heads(40, 128), (1, 128, 7, 1, 1, 2)),  # 20 slices are no node of the tree
+        (Slices.each(40, 128), (1, 128, 7, 1, 1, 2)),  # 20 slices are no node of the tree
         (HEADS.part(0, 16), (1, 128, 5, 2, 1, 1)),  # a rank's own, whose sum is not the whole
-        (Slices.of_heads(8, 320), (1, 128, 7, 2, 1, 1, 1, 0)),  # five turns: a ring longer than that is a slice ahead
-        (Slices.of_heads(4, 128), (1, 128, 5, 2, 1, 1, 0, 1)),  # one node: nothing waits
+        (Slices.each(8, 320), (1, 128, 7, 2, 1, 1, 1, 0)),  # five turns: a ring longer than that is a slice ahead
+        (Slices.each(4, 128), (1, 128, 5, 2, 1, 1, 0, 1)),  # one node: nothing waits
         (Slices.single(4096), (1, 128, 5, 2, 1, 1, 1, 0)),
         (None, (1, 128, 5, 2, 1, 1, 0, 1)),
     ],

@@ -151,7 +151,7 @@ def fixed(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     linear_prefetch.multiprocessors = fixed_prefetch.multiprocessors = lambda device: 132
     for name, rows, height, width, slices in (
         ("fixed whole", 128, 6144, 4096, None),
-        ("fixed heads", 32, 4096, 4096, Slices.of_heads(32, 128)),
+        ("fixed heads", 32, 4096, 4096, Slices.each(32, 128)),
         ("fixed ranges", 1, 1024, 3072, Slices.of_width(3072)),
     ):
         x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(height, width, dtype=dtype)
@@ -174,7 +174,7 @@ def tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         if linear_fixed.tile_for(rows, features, torch.device("cpu"), residual=True) == sizes:
             yield f"{name} and residual", partial(linear_fixed.linear_fixed, x, weight, bias, residual)
     weight = torch.empty(256, width, dtype=dtype)
-    for name, slices in (("heads", Slices.of_heads(32, 128)), ("ranges", Slices.of_width(width))):
+    for name, slices in (("heads", Slices.each(32, 128)), ("ranges", Slices.of_width(width))):
         for *sizes, parts in tune_fixed.tiles_for(x.shape[0], slices)[1:]:  # the first is the one in use
             yield f"{name} by {' '.join(map(str, sizes))} in {parts}", partial(
                 linear_fixed.linear_fixed, x, weight, slices=slices, sizes=linear_fixed.FixedShape(*sizes), parts=parts)
@@ -248,7 +248,7 @@ def hopper_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     scratch = linear_prefetch.PrefetchScratch.allocate("cpu", 9 << 20)
     fixed_tiles.multiprocessors = hopper_prefill.multiprocessors = lambda device: 132
     deep, seen = fixed_tiles.TileScratch.allocate("cpu", 132), set()
-    for name, slices in (("whole", None), ("heads", Slices.of_heads(32, 128)), ("ranges", Slices.of_width(4096))):
+    for name, slices in (("whole", None), ("heads", Slices.each(32, 128)), ("ranges", Slices.of_width(4096))):
         x, weight = (torch.empty(rows, 4096, dtype=dtype) for rows in (1024, 1024))
         for *sizes, band in tune_fixed.hopper_tiles(1024, slices):
             if (name, *sizes) not in seen:  # the band is the one of another number only
@@ -308,7 +308,7 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield name, lambda e=exact: attention_mixed.mixed_attention(
             qkv, cache, table, ints, ints, ints, ints, ints, HEADS, 0.1, sizes=sizes, exact=e
         )
-    for name, slices in (("heads", Slices.of_heads(32, 128)), ("ranges", Slices.of_width(4096))):
+    for name, slices in (("heads", Slices.each(32, 128)), ("ranges", Slices.of_width(4096))):
         wide_x, wide_weight = torch.empty(2, 4096, dtype=dtype), torch.empty(256, 4096, dtype=dtype)
         for parts in (1, slices.count // 8, slices.count):
             yield f"{name} in {parts}", partial(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.cli.inspect_gpu import expert_bytes
+from quire.cli.gpu_bytes import made_expert_bytes, stored_expert_bytes
 from quire.kernels.quantized import CodedWeight, Fp8Weight, Mxfp4Weight, QuantizedWeight, Rounding, WeightUse
 from quire.kernels.routing import Clamp, RoutedRows, RouterSpec
 from quire.kernels.triton import code_planes, expert_codes, expert_codes_few, route
@@ -19,6 +19,7 @@ from quire.kernels.triton.expert_codes import CodedExperts
 from quire.kernels.triton.expert_linear import experts_reference, sum_pairs
 from quire.models.build import build_decoder
 from quire.models.loader.source import resolve_model
+from quire.models.loader.stored_forms import StoredForm
 from quire.ops.device_weights import DeviceGroup, ExpertLinear
 from quire.ops.triton import TritonOps
 from tests.checkpoints import config_of, make_model, weights_of
@@ -220,10 +221,10 @@ def test_inspect_counts_what_packing_takes(width: int) -> None:
         ops = TritonOps("cpu", BF16, rounding=rounding)
         kept = ops.quantized(numbers(24, width), None, EXPERT)
         taken = 2 * 24 * width if kept is None else ops.pack_quantized([kept], None, None, EXPERT).nbytes
-        assert (kept is None) == (width == 40 and form != "fp8") and taken == expert_bytes(form, 24, width)
+        assert (kept is None) == (width == 40 and form != "fp8") and taken == made_expert_bytes(form, 24, width)
     if width % 32 == 0:
         packed = ops.pack_quantized([mxfp4(24, width, 0)], None, None, EXPERT)
-        assert packed.nbytes == expert_bytes("mxfp4", 24, width)
+        assert packed.nbytes == stored_expert_bytes(StoredForm("mxfp4", 4, 32), 24, width)
 
 
 def test_numbers_of_small_floats_are_those_of_torch() -> None:

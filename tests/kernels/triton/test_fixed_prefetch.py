@@ -24,9 +24,9 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize(
     ("features", "width", "slices"),
-    [(6144, 4096, None), (151_936, 1024, None), (1024, 2048, Slices.of_heads(16, 128)),
-     (4096, 4096, Slices.of_heads(32, 128)), (1024, 3072, Slices.of_width(3072)),
-     (4096, 12_288, Slices.of_width(12_288)), (896, 896, Slices.of_heads(14, 64))],
+    [(6144, 4096, None), (151_936, 1024, None), (1024, 2048, Slices.each(16, 128)),
+     (4096, 4096, Slices.each(32, 128)), (1024, 3072, Slices.of_width(3072)),
+     (4096, 12_288, Slices.of_width(12_288)), (896, 896, Slices.each(14, 64))],
 )
 def test_units_are_nodes_of_the_tree_and_cover_every_column(
     rows: int, features: int, width: int, slices: Slices | None

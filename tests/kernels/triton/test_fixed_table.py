@@ -174,7 +174,7 @@ def test_a_weight_that_nobody_timed_has_no_choice() -> None:
     assert known[128, 512, 8][0][1] == FixedChoice("prefetch")
 
 
-@pytest.mark.parametrize("slices", [None, Slices.of_heads(32, 128), Slices.of_heads(16, 128), Slices.of_width(12_288),
+@pytest.mark.parametrize("slices", [None, Slices.each(32, 128), Slices.each(16, 128), Slices.of_width(12_288),
                                     Slices.of_width(3072)])  # fmt: skip
 @pytest.mark.parametrize("rows", [64, 256, 8192])
 def test_every_tile_that_the_tuner_tries_can_run(rows: int, slices: Slices | None) -> None:

@@ -69,7 +69,7 @@ def test_a_tile_changes_no_bit(dtype: torch.dtype, rows: int, features: int, wid
 
 @pytest.mark.parametrize(
     ("slices", "columns"),
-    [(Slices.of_heads(8, 40), 64), (Slices.of_heads(6, 128), 128), (Slices.of_width(1100), 64)],
+    [(Slices.each(8, 40), 64), (Slices.each(6, 128), 128), (Slices.of_width(1100), 64)],
     ids=["heads of 40", "six heads of 128", "uneven ranges"],
 )
 def test_a_tile_changes_no_bit_of_a_sum_in_slices(slices: Slices, columns: int) -> None:
@@ -95,7 +95,7 @@ def test_all_tiles_of_a_gemm_have_one_step_along_k() -> None:
     assert {tile.columns for tile, _ in TILES} == {FixedShape().columns}
     assert all((sizes.columns, parts) == (64, 1) for *given, parts in tune_fixed.tiles_for(64, None)
                for sizes in [FixedShape(*given)])  # fmt: skip
-    for slices in (Slices.of_heads(32, 128), Slices.of_width(12_288)):
+    for slices in (Slices.each(32, 128), Slices.of_width(12_288)):
         used = linear_fixed._sliced_shape(FixedShape(), slices, 128, False)
         tried = tune_fixed.tiles_for(64, slices)
         assert (used.rows, used.features, used.columns, used.warps, used.stages, 1) == tried[0]
@@ -149,7 +149,7 @@ class Launches:
     ("dtype", "rows", "slices", "tile"),
     [(torch.bfloat16, 64, None, (64, 64, 64, 4, 4)), (torch.bfloat16, 65, None, (128, 128, 64, 8, 4)),
      (torch.bfloat16, 300, None, (128, 256, 64, 8, 3)), (torch.float32, 300, None, (32, 32, 32, 4, 3)),
-     (torch.bfloat16, 300, Slices.of_heads(2, 48), (64, 64, 64, 4, 3))],
+     (torch.bfloat16, 300, Slices.each(2, 48), (64, 64, 64, 4, 3))],
 )  # fmt: skip
 def test_a_gemm_runs_by_the_tile_of_its_rows_and_gives_the_bits_of_the_small_one(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, slices: Slices | None, tile: tuple[int, ...]

@@ -91,7 +91,7 @@ HEADS, RANGES = partial(Slices.of_heads, head_dim=128), Slices.of_width
         (200, 136, 1536, HEADS(12), FixedTiles(128, 3, ordered=True)),
         (130, 128, 2048, HEADS(16), FixedTiles(128, 5, ordered=True)),
         (70, 128, 5120, HEADS(40), FixedTiles(128, 4, ordered=True)),
-        (70, 128, 1024, Slices.of_heads(16, 64), FixedTiles(128, 4, ordered=True)),
+        (70, 128, 1024, Slices.each(16, 64), FixedTiles(128, 4, ordered=True)),
         (128, 256, 1024, HEADS(8), FixedTiles(128, 4, 2)),
         (128, 256, 1024, HEADS(8), FixedTiles(128, 4, 4)),
         (260, 200, 1536, HEADS(12), FixedTiles(128, 4, 3)),

@@ -147,7 +147,7 @@ def test_a_decoder_with_rounded_weights_is_near_the_one_without(rounding: Roundi
 
 @pytest.mark.parametrize("weight", [codes(), wide(6, 32, 16)], ids=["4 bits", "6 bits"])
 def test_ranks_that_share_codes_get_the_bits_of_one_rank_in_deterministic_mode(weight: QuantizedWeight) -> None:
-    ops, slices, x = TritonOps("cpu", BF16, deterministic=True), Slices.of_heads(2, 64), numbers(3, WIDTH)
+    ops, slices, x = TritonOps("cpu", BF16, deterministic=True), Slices.each(2, 64), numbers(3, WIDTH)
     assert ops.quantized(weight, slices) is weight
     values: dict[tuple[int, int], Tensor] = {}
     for rank in range(2):

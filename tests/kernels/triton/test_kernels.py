@@ -183,8 +183,8 @@ def test_a_row_of_the_fixed_order_gemm_has_the_same_bits_alone(dtype: torch.dtyp
 @pytest.mark.parametrize(
     ("slices", "dtype"),
     [
-        *((Slices.of_heads(heads, 20), dtype) for heads, dtype in ((6, torch.float32), (6, torch.bfloat16))),
-        (Slices.of_heads(9, 64), torch.float16),
+        *((Slices.each(heads, 20), dtype) for heads, dtype in ((6, torch.float32), (6, torch.bfloat16))),
+        (Slices.each(9, 64), torch.float16),
         (Slices.of_width(480), torch.float32),
         (Slices.of_width(500), torch.bfloat16),
     ],
@@ -196,11 +196,11 @@ def test_slices_of_the_fixed_order_gemm_give_the_same_bits_for_any_ranks(dtype: 
 
 
 def test_a_gemm_without_its_sums_other_slices_is_refused() -> None:
-    part = Slices.of_heads(4, 16).part(0, 2)
+    part = Slices.each(4, 16).part(0, 2)
     with pytest.raises(EngineError, match="only some slices"):
         linear_fixed.linear_fixed(torch.zeros(2, 32), torch.zeros(8, 32), slices=part)
     with pytest.raises(EngineError, match="256 slices"):
-        linear_fixed.linear_fixed(torch.zeros(2, 256), torch.zeros(8, 256), slices=Slices.of_heads(256, 1))
+        linear_fixed.linear_fixed(torch.zeros(2, 256), torch.zeros(8, 256), slices=Slices.each(256, 1))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

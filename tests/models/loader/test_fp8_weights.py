@@ -21,7 +21,7 @@ from quire.models.registry import read_spec
 from quire.models.shard import shard_of
 from quire.ops.reference import TorchOps
 from quire.parallel.place import Place
-from tests.fp8_checkpoints import BLOCKS, KINDS, MODELOPT, compressed_fp8, fp8
+from tests.fp8_checkpoints import BLOCKS, KINDS, MODELOPT, compressed_fp8, fp8, static
 from tests.integer_checkpoints import write_checkpoint
 from tests.paged_driver import PagedDriver
 
@@ -79,7 +79,7 @@ KV_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True
 def test_scales_of_keys_and_values_come_to_the_fp8_caches_of_their_layers_and_ranks(
     config: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
-    pack = fp8("tensor", True) if config["quant_method"] == "modelopt" else fp8()
+    pack = static(fp8("tensor")) if config["quant_method"] == "modelopt" else fp8()
     write_checkpoint(tmp_path, pack, config)
     stored = load_file(tmp_path / "model.safetensors")
     heads = json.loads((tmp_path / "config.json").read_text())["num_key_value_heads"]

@@ -20,9 +20,8 @@ from quire.models.shard import shard_of
 from quire.models.stored_parts import NOTHING, take
 from quire.ops.reference import TorchOps
 from quire.parallel.place import Place
-from tests.integer_checkpoints import AWQ, Packer, awq, compressed, compressed_config, gptq, write_checkpoint
+from tests.integer_checkpoints import AWQ, GPTQ, Packer, awq, compressed, compressed_config, gptq, write_checkpoint
 
-GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 COMPRESSED = compressed_config()
 W8A8 = compressed_config(8, -1, plain=True)
 

@@ -95,7 +95,7 @@ def _side_by_side(size: int, call: Any, slot_bytes: int = 1 << 10) -> list[Any]:
 def test_what_a_group_exchanges(size: int) -> None:
     """More than a slot holds, lengths that differ, an odd number of exchanges before a step ends: again and again."""
     torch.manual_seed(size)
-    slices = Slices.of_heads(9, 4)
+    slices = Slices.each(9, 4)
     tree = RankTree.even(slices.total, size)
     values = torch.randn(slices.total, 3, 5)
     given = [torch.randn(4 + rank, 150) for rank in range(size)]
