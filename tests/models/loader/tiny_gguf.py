@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from quire.bench.checkpoints.gguf_blocks import ENCODERS
+
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -238,23 +240,12 @@ def write_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_eos_token_id(1)
 
 
-K_QUANTS = {"Q4_K": (0, 2, 16 * 64), "Q5_K": (0, 2, 32 * 64), "Q6_K": (208, None, 32 * 128)}
-"""Where a block has its scale and the scale of its minima; how many times the former a weight can be."""
-
-
 def quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    """Rows of blocks. The gguf package reads K-quants only: theirs are random, of the size of these numbers."""
-    if kind.name not in K_QUANTS:
+    """Rows of blocks. K-quants are not among what the gguf package writes."""
+    if not kind.name.endswith("_K"):
         return gguf.quants.quantize(values, kind)
-    rng = np.random.default_rng(values.size)
-    elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = rng.integers(0, 256, (values.size // elements, nbytes), dtype=np.uint8)
-    scale_at, minimum_at, steps = K_QUANTS[kind.name]
-    scale = rng.uniform(2, 4, (len(blocks), 1)) * np.abs(values).mean() / steps
-    blocks[:, scale_at : scale_at + 2] = scale.astype(np.float16).view(np.uint8)
-    if minimum_at is not None:  # so that codes of the middle are near zero
-        blocks[:, minimum_at : minimum_at + 2] = (scale * steps / 128).astype(np.float16).view(np.uint8)
-    return blocks.reshape(len(values), -1)
+    blocks = torch.from_numpy(values).reshape(-1, gguf.GGML_QUANT_SIZES[kind][0])
+    return ENCODERS[kind.name](blocks).reshape(len(values), -1).numpy()
 
 
 def write_gguf(
