@@ -1,4 +1,5 @@
-"""A process from its start to its first token: what `quire bench cpu` and `quire bench gpu` time as the start."""
+"""A process from its start to its first token: what `quire bench cpu` and `quire bench gpu` time as the start. The
+engine comes up as for a command."""
 
 from __future__ import annotations
 
@@ -6,15 +7,16 @@ import json
 import os
 import sys
 
-from quire.llm import LLM
-from quire.sampling.params import SamplingParams
+from quire.cli.engine import open_llm
 
 AT_ONCE = "at once"
 
 
 def main(model: str, options: str, prompt: str, leave: str) -> None:
     """`options` of the engine and the prompt are JSON. `leave`: "at once", or when all is let go of."""
-    llm = LLM(model, **json.loads(options))
+    llm = open_llm({"model": model, **json.loads(options)}, quiet=True)
+    from quire.sampling.params import SamplingParams
+
     params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=llm.tokenizer is not None)
     llm.generate([json.loads(prompt)], params, use_tqdm=False)
     print("first token", flush=True)

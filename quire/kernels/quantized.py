@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # saying what a weight is must not cost the import of torch
 UNIT = 32
 """Columns that are multiplied as integers before a scale is applied; activations share a scale over as many."""
 BITS = (4, 5, 6, 8)
+BLOCK = 256
+"""Columns whose scales are multiples of one number, in K-quants."""
 _ROWS_AT_ONCE = 4096
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of an MXFP4 code's low three bits."""
@@ -134,6 +136,9 @@ class QuantizedWeight(CodedWeight):
     int8_rows: bool = False
     """Multiplied by activations in int8 with a scale for each token (W8A8): a file asks for it, or it was rounded for
     that. Groups are the rows then, or the slices of a sum that ranks share."""
+    steps: Tensor | None = None
+    """float32 [N, K / BLOCK, 1 or 2], of K-quants: in a block every scale is the first of these times a whole number
+    from -128 to 127, and every offset the second. None: not known of this weight."""
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or not 0 <= self.zero < 1 << self.bits:
@@ -155,7 +160,9 @@ class QuantizedWeight(CodedWeight):
     def to(self, device: torch.device) -> QuantizedWeight:
         offsets = None if self.offsets is None else self.offsets.to(device)
         order = None if self.order is None else self.order.to(device)
-        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets, order=order)
+        steps = None if self.steps is None else self.steps.to(device)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets, order=order,
+                       steps=steps)
 
     def rows(self, index: Tensor | Sequence[int] | slice) -> QuantizedWeight:
         """These rows, in this order."""
@@ -164,6 +171,7 @@ class QuantizedWeight(CodedWeight):
             codes=self.codes[index],
             scales=self.scales[index],
             offsets=None if self.offsets is None else self.offsets[index],
+            steps=None if self.steps is None else self.steps[index],
         )
 
     def columns(self, start: int, stop: int) -> QuantizedWeight:
@@ -179,8 +187,10 @@ class QuantizedWeight(CodedWeight):
             raise ModelLoadError(f"columns {start} to {stop} cut a group of {group} of a quantized weight")
         finer = self.regrouped(group)
         part = slice(start // group, stop // group)
+        whole = self.steps is not None and start % BLOCK == stop % BLOCK == 0
         return replace(
             finer,
+            steps=self.steps[:, start // BLOCK : stop // BLOCK] if self.steps is not None and whole else None,
             codes=finer.codes[:, start:stop],
             scales=finer.scales[:, part],
             offsets=None if finer.offsets is None else finer.offsets[:, part],
@@ -225,8 +235,8 @@ class UnreadWeight(CodedWeight):
     group: int
     offsets: bool
     """Whether it has any."""
-    half: bool
-    """Half precision holds every scale and offset."""
+    scale_bytes: int
+    """1: it has `steps`; 2: half precision holds every scale and offset; else 4."""
     read: Callable[[int, int], QuantizedWeight]
     """Rows [start, stop) of the tensor."""
 
@@ -413,8 +423,10 @@ def joined(parts: Sequence[QuantizedWeight], dim: int) -> QuantizedWeight:
     group = min(part.group for part in parts)
     finer = [part.regrouped(group) for part in parts]
     offsets = [part.offsets for part in finer if part.offsets is not None]
+    steps = [part.steps for part in finer if part.steps is not None]
     return replace(
         finer[0],
+        steps=torch.cat(steps, dim) if len(steps) == len(parts) else None,
         codes=torch.cat([part.codes for part in finer], dim),
         scales=torch.cat([part.scales for part in finer], dim),
         offsets=torch.cat(offsets, dim) if offsets else None,

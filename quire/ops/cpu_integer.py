@@ -5,19 +5,20 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from quire.errors import EngineError
-from quire.kernels.quantized import UNIT, QuantizedWeight, Rounding, UnreadWeight, WeightUse, joined
+from quire.kernels.quantized import BLOCK, UNIT, QuantizedWeight, Rounding, UnreadWeight, WeightUse, joined
 from quire.kernels.slices import Slices
 
 KERNELS = ("plain", "avx2", "avx-vnni", "avx512-vnni", "dotprod", "i8mm", "amx")  # by their index in integer.c
 _HEADER = 8  # int64 numbers before the parts: int_weight of integer.h
 _PART = 8  # of a part: int_part
-_ROWS, _PLACE = 0, 7  # of these
+_ROWS, _SCALE_BYTES, _PLACE = 0, 4, 7  # of these
 PANEL = 16
 """Output columns of a panel."""
 _LINE = 64
@@ -101,12 +102,10 @@ def _pack_run(library: ctypes.CDLL, packed: Tensor, row: Tensor, width: int, run
     own = row.clone()
     for weight in (piece for part in run for piece in _pieces(part)):
         own[_ROWS] = weight.shape[0]
-        codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
-        offsets = None if weight.offsets is None else weight.offsets.contiguous()
+        numbers = _multiples(weight) if row[_SCALE_BYTES] == 1 else (weight.scales, weight.offsets)
+        held = [None if each is None else each.contiguous() for each in (weight.codes, *numbers)]
         library.quire_int_pack(
-            packed.data_ptr(), own.data_ptr(), width, codes.data_ptr(), scales.data_ptr(),
-            None if offsets is None else offsets.data_ptr(),
-        )  # fmt: skip
+            packed.data_ptr(), own.data_ptr(), width, *(None if each is None else each.data_ptr() for each in held))
         own[_PLACE] += library.quire_int_bytes(own.data_ptr(), width)
 
 
@@ -116,13 +115,46 @@ def _pieces(part: Codes) -> Iterator[QuantizedWeight]:
 
 
 def _scale_bytes(run: Sequence[Codes]) -> int:
-    """2 where half precision holds every scale and offset as it is."""
-    if any(isinstance(part, UnreadWeight) and not part.half for part in run):
-        return 4
-    read = [part for part in run if isinstance(part, QuantizedWeight)]
-    held = (each for weight in read for each in (weight.scales, weight.offsets) if each is not None)
-    pieces = (piece for each in held for piece in each.split(_ROWS_AT_ONCE))  # of a vocabulary, copies would be large
-    return 2 if all(torch.equal(piece.half().float(), piece) for piece in pieces) else 4
+    """As few as hold every scale and offset as it is: 1 for multiples of a number of each block, 2 for half
+    precision."""
+    needed = {part.scale_bytes if isinstance(part, UnreadWeight) else _needed(part) for part in run}
+    return needed.pop() if len(needed) == 1 else 4
+
+
+def _needed(weight: QuantizedWeight) -> int:
+    """Of a weight that has been read, a few rows at a time: of a vocabulary, copies would be large."""
+    pieces = [weight.rows(slice(at, at + _ROWS_AT_ONCE)) for at in range(0, weight.shape[0], _ROWS_AT_ONCE)]
+    if weight.steps is not None and all(_are_multiples(piece) for piece in pieces):
+        return 1
+    held = (each for piece in pieces for each in (piece.scales, piece.offsets) if each is not None)
+    return 2 if all(torch.equal(each.half().float(), each) for each in held) else 4
+
+
+def _are_multiples(weight: QuantizedWeight) -> bool:
+    """Whether bytes hold the scales and offsets: what a file says of them is not taken on trust."""
+    blocks = weight.shape[1] // BLOCK
+    for each, values in zip(_multiples(weight), (weight.scales, weight.offsets), strict=True):
+        if each is None or values is None:
+            continue
+        numbers, times = each[:, :blocks], each[:, blocks:].unflatten(1, (blocks, -1))
+        held = torch.equal(numbers.half().float(), numbers) and torch.equal(times.char().float(), times)
+        if not held or not torch.equal(times * numbers.unsqueeze(2), values.unflatten(1, (blocks, -1))):
+            return False
+    return True
+
+
+def _multiples(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor | None]:
+    """Scales, and offsets, as quire_int_pack takes them in bytes: [N, blocks + groups], the number of each block, then
+    how many times it each is."""
+    numbers = () if weight.steps is None else weight.steps.unbind(2)
+    found: list[Tensor | None] = []
+    for values, number in zip_longest((weight.scales, weight.offsets), numbers):
+        if values is None or number is None:
+            found.append(None)
+            continue
+        times = values.unflatten(1, (number.shape[1], -1)) / number.unsqueeze(2)
+        found.append(torch.cat([number, times.nan_to_num(0.0).flatten(1)], 1))  # 0 / 0: all of the block is zero
+    return found[0], found[1]
 
 
 def _runs(parts: Sequence[Codes]) -> list[list[Codes]]:

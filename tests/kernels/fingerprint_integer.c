@@ -14,6 +14,7 @@ void quire_linear(const float *, const void *, int32_t, const float *, const flo
                   const int64_t *, int64_t);
 void quire_embed(const int64_t *, const void *, int32_t, float *, int64_t, int64_t);
 
+#define BLOCK 256
 #define N 41
 #define K 192
 #define ROWS 23
@@ -32,20 +33,44 @@ static void report(const char *name, const float *x, size_t count) {
     printf("%s %016llx\n", name, (unsigned long long)hash);
 }
 
-static void multiply(const char *name, const float *x, const void *weight) {
-    static const int64_t slices[] = {64, 0, 96, 1, 192, 1};
+static void multiply(const char *name, const float *x, const void *weight, int64_t k) {
+    const int64_t slices[] = {64, 0, 96, 1, k, 1};
     float first[ROWS * N], out[ROWS * N];
     for (int kernel = 0; kernel < 6; kernel++) {
         if (!quire_int_kernel(kernel)) continue;
-        quire_linear(x, weight, 4, NULL, NULL, out, ROWS, N, K, slices, 3);
+        quire_linear(x, weight, 4, NULL, NULL, out, ROWS, N, k, slices, 3);
         if (kernel == 0) memcpy(first, out, sizeof out), report(name, out, ROWS * N);
         if (memcmp(first, out, sizeof out)) printf("%s does not fit the plain kernel\n", quire_int_kernel(kernel));
         for (int rows = 1; rows <= 7; rows++) {
-            quire_linear(x, weight, 4, NULL, NULL, out, rows, N, K, slices, 3);
+            quire_linear(x, weight, 4, NULL, NULL, out, rows, N, k, slices, 3);
             if (memcmp(first, out, sizeof(float) * N * (size_t)rows))
                 printf("%s with %d rows does not fit\n", quire_int_kernel(kernel), rows);
         }
     }
+}
+
+/* K-quants: scales and offsets are bytes, times a number of half precision for each block. */
+static void multiply_blocks(int64_t bits, int64_t group, int64_t offset, int64_t zero) {
+    static float x[ROWS * 2 * BLOCK], row[2 * BLOCK], scales[2][N * (2 + 2 * BLOCK / 16)];
+    static uint8_t codes[N * 2 * BLOCK];
+    const int64_t k = 2 * BLOCK, groups = k / group;
+    int64_t id = 17, head[16] = {1, 0, 0, 0, 0, 0, 0, 0, N, 0, bits, group, 1, offset, zero, 128};
+    char name[40];
+    for (int i = 0; i < ROWS * k; i++) x[i] = draw();
+    for (int i = 0; i < N * k; i++) codes[i] = (uint8_t)((draw() + 1.0f) / 2 * (float)(1 << bits));
+    for (int kind = 0; kind < 2; kind++)
+        for (int i = 0; i < N * (2 + groups); i++) {
+            float times = (float)(int32_t)(draw() * 128.0f), number = (float)(_Float16)(draw() * 0.001f);
+            scales[kind][i] = i % (2 + groups) < 2 ? number : times;
+        }
+    uint8_t *weight = aligned_alloc(64, (size_t)(128 + quire_int_bytes(head + 8, k) + 63) / 64 * 64);
+    memcpy(weight, head, sizeof head);
+    quire_int_pack(weight, head + 8, k, codes, scales[0], offset ? scales[1] : NULL);
+    snprintf(name, sizeof name, "bits %d group %d in blocks", (int)bits, (int)group);
+    multiply(name, x, weight, k);
+    quire_embed(&id, weight, 4, row, 1, k);
+    report("row", row, (size_t)k);
+    free(weight);
 }
 
 int main(int count, char **arguments) {
@@ -71,11 +96,14 @@ int main(int count, char **arguments) {
             memcpy(weight, head, sizeof head);
             quire_int_pack(weight, head + 8, K, codes, scales, is[2] ? offsets : NULL);
             snprintf(name, sizeof name, "bits %d group %d scale %d", (int)is[0], (int)is[1], wide);
-            multiply(name, x, weight);
+            multiply(name, x, weight, K);
             quire_embed(&id, weight, 4, row, 1, K);
             report("row", row, K);
             free(weight);
         }
     }
+    multiply_blocks(4, 32, 1, 0);
+    multiply_blocks(5, 32, 1, 0);
+    multiply_blocks(6, 16, 0, 32);
     return 0;
 }

@@ -19,7 +19,7 @@ from quire.kernels.cpu import build, library
 
 SOURCE = Path(__file__).parent / "fingerprint.c"
 INTEGER_SOURCE = SOURCE.with_name("fingerprint_integer.c")
-INTEGER_EXPECTED = "8b8956447025aa0c6ba552909e1732b986c329eab4ddeb236f8b2bb4acd34dfd"
+INTEGER_EXPECTED = "4b43ada7fed416366a693c83d1ab5c63d20025fef53ba283d2d342a093d7de60"
 EXPECTED = "9f706d712d2b29a19f6389b912bb0b1d353e9be750c12cc75788bdfba7f1fda7"
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quire.errors import EngineError, ModelLoadError
-from quire.kernels.quantized import QuantizedWeight, Rounding, UnreadWeight, WeightUse
+from quire.kernels.quantized import BLOCK, QuantizedWeight, Rounding, UnreadWeight, WeightUse
 from quire.kernels.slices import Slices, finish_tree, rank_run
 from quire.ops.cpu import CpuOps
 from quire.ops.cpu_integer import KERNELS
@@ -106,7 +108,7 @@ def test_a_table_that_is_read_while_it_is_packed_is_the_same_weight(ops, randn, 
         return whole.rows(slice(start, stop))
 
     bits, zero, group, offsets = FORMATS[name]
-    table = UnreadWeight(0, whole.shape, bits, zero, group, offsets, halves, rows)
+    table = UnreadWeight(0, whole.shape, bits, zero, group, offsets, 2 if halves else 4, rows)
     for unread, expected in ((table, whole), (table.rows(slice(5, 40)), whole.rows(slice(5, 40)))):
         read.clear()
         kept = CpuOps(num_threads=2, rounding=Rounding(None)).quantized(unread)
@@ -118,6 +120,70 @@ def test_a_table_that_is_read_while_it_is_packed_is_the_same_weight(ops, randn, 
         both = ops.linear(x, ops.pack_quantized([kept, whole]))
         assert torch.equal(both, ops.linear(x, ops.pack_quantized([expected, whole])))
     assert torch.equal(table.rows([3, 1]).dequantized(), whole.rows([3, 1]).dequantized())
+
+
+BLOCKS = {"Q4_K": (4, 0, 32, True), "Q5_K": (5, 0, 32, True), "Q6_K": (6, 32, 16, False)}
+
+
+def k_quants(name: str, n: int = 41) -> QuantizedWeight:
+    """Two blocks a row; some numbers of blocks are zero, some of the smallest."""
+    bits, zero, group, offsets = BLOCKS[name]
+    generator = torch.Generator().manual_seed(len(name) + bits)
+    codes = torch.randint(0, 1 << bits, (n, 2 * BLOCK), generator=generator, dtype=torch.uint8)
+    steps = (torch.randn(n, 2, 1 + offsets, generator=generator) * 0.001).half()
+    steps[3], steps[5] = 0.0, 2.0**-24
+    steps = steps.float()
+    times = torch.randint(-128, 128, (n, 2, BLOCK // group, 2), generator=generator).float()
+    scales = (times[..., 0] * steps[:, :, :1]).flatten(1)
+    minima = (times[..., 1] * steps[:, :, 1:]).flatten(1) if offsets else None
+    return QuantizedWeight(codes, scales, minima, zero, bits, group, steps=steps)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_scales_of_blocks_are_bytes_and_every_kernel_reads_them_as_they_are(variant_ops, randn, name):
+    """The same bits as with scales of four bytes, in as many bytes as the file has, or hardly more."""
+    weight, x = k_quants(name), randn(23, 2 * BLOCK)
+    wide = replace(weight, steps=None)
+    packed, other = variant_ops.pack_quantized([weight]), variant_ops.pack_quantized([wide])
+    scales = 2 * 2 + 2 * BLOCK // weight.group  # two bytes for a block, one for a group
+    rows = -(-weight.shape[0] // 16) * 16
+    held = rows * (2 * BLOCK * weight.bits // 8 + scales * (1 + (weight.offsets is not None)))
+    assert held <= packed.nbytes <= held + 64 * rows // 16 + 128 and packed.nbytes < other.nbytes
+    assert torch.equal(variant_ops.embed(torch.arange(41), packed), weight.dequantized())
+    for kernel in KERNELS:
+        if not variant_ops.use_integer_kernel(kernel):
+            continue
+        for rows in (1, 2, 7, 23):
+            mine = variant_ops.linear(x[:rows], packed)
+            assert torch.equal(mine, variant_ops.linear(x[:rows], other)), (kernel, rows)
+
+
+def test_scales_that_are_no_multiples_of_their_blocks_keep_their_bits(ops, randn):
+    weight, x = k_quants("Q4_K"), randn(3, 2 * BLOCK)
+    for changed in (replace(weight, scales=weight.scales * 1.5), replace(weight, steps=weight.steps * 3),
+                    replace(weight, steps=weight.steps / 3)):
+        wide = replace(changed, steps=None)
+        assert torch.equal(ops.linear(x, ops.pack_quantized([changed])), ops.linear(x, ops.pack_quantized([wide])))
+        assert torch.equal(ops.embed(torch.arange(41), ops.pack_quantized([changed])), wide.dequantized())
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_parts_and_rows_of_blocks_are_those_of_the_weight(ops, randn, name):
+    """Cuts at the border of a block keep bytes, others need four; a table is packed while it is read."""
+    weight, x = k_quants(name, 48), randn(3, 2 * BLOCK)
+    assert weight.columns(0, BLOCK).steps is not None and weight.columns(0, 96).steps is None
+    bits, zero, group, offsets = BLOCKS[name]
+    table = UnreadWeight(0, weight.shape, bits, zero, group, offsets, 1,
+                         lambda start, stop: weight.rows(slice(start, stop)))
+    pieces = [weight.rows(slice(0, 7)), weight.rows(slice(7, 16)), table.rows(slice(16, 32)),
+              replace(weight.rows(slice(32, 48)), steps=None)]
+    whole = ops.linear(x, ops.pack_quantized([weight]))
+    for parts in (pieces, pieces[:3]):
+        columns = sum(part.shape[0] for part in parts)
+        assert torch.equal(ops.linear(x, ops.pack_quantized(parts)), whole[:, :columns])
+    for start, stop in ((0, BLOCK), (BLOCK, 2 * BLOCK), (96, 352)):
+        cut = weight.columns(start, stop)
+        assert torch.equal(ops.embed(torch.arange(48), ops.pack_quantized([cut])), weight.dequantized()[:, start:stop])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

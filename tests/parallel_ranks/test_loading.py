@@ -122,13 +122,18 @@ def check_codes(file: GgufFile, tensor: GgufTensor, whole: np.ndarray) -> None:
     assert coding is not None
     rows, columns = whole.shape
     for dim, start, stop in ((0, 0, rows), (0, 2, 5), (1, 0, columns), (1, coding.group, columns - coding.group)):
-        codes, scales, offsets = (
+        codes, scales, offsets, steps = (
             None if part is None else torch.from_numpy(part) for part in file.read_codes(tensor, dim, start, stop)
         )
         assert codes is not None and scales is not None
         weight = QuantizedWeight(codes, scales, offsets, coding.zero, coding.bits, coding.group)
         expected = whole[start:stop] if dim == 0 else whole[:, start:stop]
         assert int(codes.max()) < 1 << coding.bits
+        whole_blocks = dim == 0 or (start, stop) == (0, columns)
+        assert (steps is not None) == (bool(coding.steps) and whole_blocks)
+        if steps is not None:
+            times = (scales.unflatten(1, (steps.shape[1], -1)) / steps[:, :, :1]).nan_to_num(0.0)
+            assert torch.equal(times, times.round()) and times.abs().max() <= 128
         assert np.array_equal(weight.dequantized().numpy(), expected, equal_nan=True)
     with pytest.raises(InvariantError, match="cut a group"):
         file.read_codes(tensor, 1, 0, coding.group + 1)

@@ -201,35 +201,78 @@ static void for_rows(int_job *job, task_fn fn) {
 
 /* ---- tasks */
 
+/* The codes of a step, one a byte. Shifts of whole words: what comes from a neighbouring byte is masked. */
+INLINE void unpack_step(const uint8_t *from, uint8_t *to, const int quads, const int bits) {
+    const vi nibbles = set_i(0x0F0F0F0F), more = set_i(bits == 5 ? 0x10101010 : 0x30303030);
+    const uint8_t *high = from + quads / 2 * QUAD_BYTES;
+    UNROLL for (int pair = 0; pair < quads / 2; pair++)
+        UNROLL for (int i = 0; i < QUAD_BYTES; i += VL * 4) {
+            vi both = load_i(from + pair * QUAD_BYTES + i), even = both & nibbles, odd = both >> 4 & nibbles;
+            if (bits == 5) {
+                vi fifth = load_i(high + i);
+                even |= (pair < 2 ? fifth << (4 - 2 * pair) : fifth >> (2 * pair - 4)) & more;
+                odd |= (pair < 2 ? fifth << (3 - 2 * pair) : fifth >> (2 * pair - 3)) & more;
+            } else if (bits == 6) {
+                vi two = load_i(high + pair / 2 * QUAD_BYTES + i);
+                even |= (pair % 2 ? two : two << 4) & more;
+                odd |= (pair % 2 ? two >> 2 : two << 2) & more;
+            }
+            memcpy(to + pair * 2 * QUAD_BYTES + i, &even, sizeof even);
+            memcpy(to + (pair * 2 + 1) * QUAD_BYTES + i, &odd, sizeof odd);
+        }
+}
+
+INLINE void unpack_steps(const uint8_t *from, uint8_t *to, int64_t steps, int64_t size, const int quads, const int bits) {
+    for (int64_t s = 0; s < steps; s++, from += size, to += quads * QUAD_BYTES) {
+        for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(from + line + AHEAD);
+        unpack_step(from, to, quads, bits);
+    }
+}
+
 /* A panel's codes, one a byte. */
 static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) {
     const int_part *p = job->part;
-    int64_t quads = step_of(p) / 4, steps = job->k / step_of(p), size = code_bytes(p);
+    int64_t steps = job->k / step_of(p), size = code_bytes(p);
     const uint8_t *from = panel + scales_bytes(p, job->k);
-    const vi nibbles = set_i(0x0F0F0F0F);
-    for (int64_t s = 0; s < steps; s++, from += size, to += quads * QUAD_BYTES) {
-        for (int64_t pair = 0; pair < quads / 2; pair++) __builtin_prefetch(from + pair * QUAD_BYTES + AHEAD);
-        for (int64_t pair = 0; pair < quads / 2; pair++)
-            UNROLL for (int64_t i = 0; i < QUAD_BYTES; i += VL * 4) {
-                vi both = load_i(from + pair * QUAD_BYTES + i), low = both & nibbles, high = both >> 4 & nibbles;
-                memcpy(to + pair * 2 * QUAD_BYTES + i, &low, sizeof low);
-                memcpy(to + (pair * 2 + 1) * QUAD_BYTES + i, &high, sizeof high);
-            }
-        const uint8_t *high = from + quads / 2 * QUAD_BYTES;
-        if (p->bits == 5)
-            for (int64_t q = 0; q < quads; q++)
-                for (int64_t i = 0; i < QUAD_BYTES; i++) to[q * QUAD_BYTES + i] |= (uint8_t)((high[i] >> q & 1) << 4);
-        if (p->bits == 6)
-            for (int64_t q = 0; q < quads; q++)
-                for (int64_t i = 0; i < QUAD_BYTES; i++)
-                    to[q * QUAD_BYTES + i] |= (uint8_t)((high[q / 4 * QUAD_BYTES + i] >> (q % 4 * 2) & 3) << 4);
+    switch (p->bits * 2 + (step_of(p) == UNIT)) {
+        case 4 * 2: unpack_steps(from, to, steps, size, UNIT / 8, 4); break;
+        case 4 * 2 + 1: unpack_steps(from, to, steps, size, UNIT / 4, 4); break;
+        case 5 * 2: unpack_steps(from, to, steps, size, UNIT / 8, 5); break;
+        case 5 * 2 + 1: unpack_steps(from, to, steps, size, UNIT / 4, 5); break;
+        case 6 * 2: unpack_steps(from, to, steps, size, UNIT / 8, 6); break;
+        case 6 * 2 + 1: unpack_steps(from, to, steps, size, UNIT / 4, 6); break;
+    }
+}
+
+/* Scales of bytes as floats: exact, since half precision and a byte have 19 bits together. The first codes of the panel
+ * come meanwhile. */
+INLINE void multiply_blocks(const uint8_t *bytes, const uint8_t *codes, int64_t blocks, const int groups, const int kinds,
+                            float *to) {
+    for (int64_t block = 0; block < blocks; block++, codes += 2 * 64) {
+        vf numbers[2 * COLS / VL];
+        UNROLL for (int i = 0; i < kinds * COLS / VL; i++, bytes += VL * 2) numbers[i] = halves_to_float(bytes);
+        __builtin_prefetch(codes), __builtin_prefetch(codes + 64);
+        UNROLL for (int g = 0; g < groups; g++)
+            UNROLL for (int i = 0; i < kinds * COLS / VL; i++, bytes += VL, to += VL)
+                store_v(to, to_float(load_i8(bytes)) * numbers[i]);
+    }
+}
+
+static void multiply_scales(const int_part *p, int64_t k, const uint8_t *panel, float *to) {
+    const uint8_t *codes = panel + scales_bytes(p, k);
+    switch (BLOCK / p->group * 2 + p->offsets) {
+        case BLOCK / 16 * 2: multiply_blocks(panel, codes, k / BLOCK, BLOCK / 16, 1, to); break;
+        case BLOCK / 16 * 2 + 1: multiply_blocks(panel, codes, k / BLOCK, BLOCK / 16, 2, to); break;
+        case BLOCK / UNIT * 2: multiply_blocks(panel, codes, k / BLOCK, BLOCK / UNIT, 1, to); break;
+        case BLOCK / UNIT * 2 + 1: multiply_blocks(panel, codes, k / BLOCK, BLOCK / UNIT, 2, to); break;
     }
 }
 
 /* A panel's scales, and offsets, as floats. */
 static void unpack_scales(const int_job *job, const uint8_t *panel, float *to) {
     int64_t count = job->k / job->part->group * COLS * (1 + job->part->offsets);
-    if (job->part->scale_bytes == 4) memcpy(to, panel, (size_t)count * 4);
+    if (job->part->scale_bytes == 1) multiply_scales(job->part, job->k, panel, to);
+    else if (job->part->scale_bytes == 4) memcpy(to, panel, (size_t)count * 4);
     else for (int64_t i = 0; i < count; i += VL) store_v(to + i, halves_to_float(panel + i * 2));
 }
 
@@ -307,12 +350,13 @@ static void run_area(const int_job *job, int64_t row, int64_t rows, int64_t pane
     t.codes = from + scales_bytes(p, job->k), t.codes_stride = bytes;
     t.scales = from, t.scales_stride = bytes, t.scale_bytes = p->scale_bytes, t.scale_row = scale_row(p);
     int64_t scales_count = job->k / p->group * COLS * (1 + p->offsets);
-    float scales[rows > most ? panels * scales_count : 1] __attribute__((aligned(64)));
+    int as_floats = rows > most || p->scale_bytes == 1;
+    float scales[as_floats ? panels * scales_count : 1] __attribute__((aligned(64)));
     if (mode == BYTES) {
         for (int64_t i = 0; i < panels; i++) unpack_codes(job, from + i * bytes, codes + i * job->k * COLS);
         t.codes = codes, t.codes_stride = job->k * COLS;
     }
-    if (rows > most) {
+    if (as_floats) {
         for (int64_t i = 0; i < panels; i++) unpack_scales(job, from + i * bytes, scales + i * scales_count);
         t.scales = (const uint8_t *)scales, t.scales_stride = scales_count * 4;
         t.scale_bytes = 4, t.scale_row = COLS * 4 * (1 + p->offsets);

@@ -10,6 +10,9 @@
  *   5 bits    as 4 bits, then 64 bytes of fifth bits      bit q of a byte belongs to quad q
  *   6 bits    as 4 bits, then 64 bytes for every 4 quads  bits 2q and 2q + 1 of a byte belong to quad q of the four
  *
+ * Scales of K-quants are one byte each, times a number of half precision for every BLOCK columns of k, which stands before
+ * them; so are their offsets. Tiles read them as floats.
+ *
  * One layout serves all: a quad is a register of AVX-512, two of AVX2, four of NEON. */
 #ifndef QUIRE_INTEGER_H
 #define QUIRE_INTEGER_H
@@ -19,6 +22,7 @@
 
 #define UNIT 32 /* columns of the input that share an activation's scale */
 #define COLS 16 /* output columns of a panel */
+#define BLOCK 256 /* columns of the input whose scales are multiples of one number, in K-quants */
 #define QUAD_BYTES (COLS * 4)
 #define MAX_TILE_ROWS 6   /* of a tile whose sums are held in registers; AMX has its own */
 #define MAX_TILE_PANELS 2
@@ -30,7 +34,7 @@ typedef struct {
     int64_t n;           /* output columns */
     int64_t start;       /* the first of them in the whole weight's */
     int64_t bits, group; /* of a code; columns of k that share a scale */
-    int64_t scale_bytes; /* 2: half precision, 4: float */
+    int64_t scale_bytes; /* 1: multiples of a number for each BLOCK, 2: half precision, 4: float */
     int64_t offsets;     /* 1: every scale has an offset */
     int64_t zero;        /* what a code of weight zero is */
     int64_t at;          /* bytes from the beginning of the packed weight to the part's panels */
@@ -54,7 +58,16 @@ INLINE int64_t code_bytes(const int_part *p) {
 
 /* Bytes of the scales, and offsets, of one group; of those of a panel. */
 INLINE int64_t scale_row(const int_part *p) { return COLS * p->scale_bytes * (1 + p->offsets); }
-INLINE int64_t scales_bytes(const int_part *p, int64_t k) { return round_up(k / p->group * scale_row(p), 64); }
+INLINE int64_t scales_bytes(const int_part *p, int64_t k) {
+    int64_t numbers = p->scale_bytes == 1 ? k / BLOCK * COLS * 2 * (1 + p->offsets) : 0;
+    return round_up(k / p->group * scale_row(p) + numbers, 64);
+}
+
+/* Where the scales of a BLOCK begin, of one byte each: behind the numbers that they are multiples of. */
+INLINE int64_t block_scales(const int_part *p, int64_t block) {
+    int64_t numbers = COLS * 2 * (1 + p->offsets);
+    return block * (numbers + BLOCK / p->group * scale_row(p)) + numbers;
+}
 
 INLINE int64_t int_panel_bytes(const int_part *p, int64_t k) {
     return scales_bytes(p, k) + k / step_of(p) * code_bytes(p);

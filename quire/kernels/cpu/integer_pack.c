@@ -48,18 +48,36 @@ static int get_code(const int_part *p, const uint8_t *step, int64_t i, int64_t j
     return code;
 }
 
+/* The scales and offsets of row j of a panel. Those of one byte come as [numbers of the blocks][multiples]. */
+static void put_scales(const int_pack_job *job, uint8_t *to, int64_t row, int64_t j) {
+    const int_part *p = &job->part;
+    const int64_t groups = job->k / p->group, blocks = job->k / BLOCK, of_block = BLOCK / p->group;
+    for (int64_t kind = 0; kind <= p->offsets; kind++) {
+        const float *from = kind ? job->offsets : job->scales;
+        int64_t at = kind * COLS + j;
+        if (p->scale_bytes != 1) {
+            for (int64_t g = 0; g < groups; g++) put_scale(to + g * scale_row(p), p->scale_bytes, at, from[row * groups + g]);
+            continue;
+        }
+        from += row * (blocks + groups);
+        for (int64_t block = 0; block < blocks; block++) {
+            uint8_t *bytes = to + block_scales(p, block);
+            put_scale(bytes - COLS * 2 * (1 + p->offsets), 2, at, from[block]);
+            for (int64_t g = 0; g < of_block; g++)
+                bytes[g * scale_row(p) + at] = (uint8_t)(int8_t)from[blocks + block * of_block + g];
+        }
+    }
+}
+
 static void pack_panel(void *arg, int64_t panel) {
     const int_pack_job *job = arg;
     const int_part *p = &job->part;
-    int64_t k = job->k, groups = k / p->group;
+    int64_t k = job->k;
     uint8_t *to = job->to + panel * int_panel_bytes(p, k);
     memset(to, 0, (size_t)int_panel_bytes(p, k));
     for (int64_t j = 0; j < COLS && panel * COLS + j < p->n; j++) {
         int64_t row = panel * COLS + j;
-        for (int64_t g = 0; g < groups; g++) {
-            put_scale(to + g * scale_row(p), p->scale_bytes, j, job->scales[row * groups + g]);
-            if (p->offsets) put_scale(to + g * scale_row(p), p->scale_bytes, COLS + j, job->offsets[row * groups + g]);
-        }
+        put_scales(job, to, row, j);
         put_row(p, to + scales_bytes(p, k), k, j, job->codes + row * k);
     }
 }
@@ -70,7 +88,8 @@ EXPORT int64_t quire_int_bytes(const void *part, int64_t k) {
     return (p->n + COLS - 1) / COLS * int_panel_bytes(p, k);
 }
 
-/* Codes [n, k] and their scales and offsets [n, groups] -> panels, at the part's place in the weight. */
+/* Codes [n, k] and their scales and offsets [n, groups], or [n, blocks + groups] in bytes -> panels, at the part's place
+ * in the weight. */
 EXPORT void quire_int_pack(void *weight, const void *part, int64_t k, const uint8_t *codes, const float *scales,
                            const float *offsets) {
     const int_part *p = part;
@@ -89,6 +108,14 @@ static float get_scale(const uint8_t *p, int64_t bytes, int64_t i) {
     return (float)half;
 }
 
+/* Scale `at` of a group, or offset (at >= COLS). */
+static float scale_of_group(const int_part *p, const uint8_t *panel, int64_t g, int64_t at) {
+    if (p->scale_bytes != 1) return get_scale(panel + g * scale_row(p), p->scale_bytes, at);
+    int64_t of_block = BLOCK / p->group;
+    const uint8_t *bytes = panel + block_scales(p, g / of_block);
+    return (float)(int8_t)bytes[g % of_block * scale_row(p) + at] * get_scale(bytes - COLS * 2 * (1 + p->offsets), 2, at);
+}
+
 /* Row `row` of the weight as floats: scale * (code - zero) + offset, rounded twice as the formats say. */
 void quire_int_embed_row(const void *w, int64_t row, int64_t k, float *out) {
     const int_weight *weight = w;
@@ -98,10 +125,9 @@ void quire_int_embed_row(const void *w, int64_t row, int64_t k, float *out) {
     const uint8_t *panel = (const uint8_t *)w + p->at + at / COLS * int_panel_bytes(p, k);
     const uint8_t *codes = panel + scales_bytes(p, k);
     for (int64_t i = 0; i < k; i++) {
-        const uint8_t *scales = panel + i / p->group * scale_row(p);
         int code = get_code(p, codes + i / step * code_bytes(p), i % step, j);
-        float x = get_scale(scales, p->scale_bytes, j) * (float)(code - (int)p->zero);
-        out[i] = p->offsets ? x + get_scale(scales, p->scale_bytes, COLS + j) : x;
+        float x = scale_of_group(p, panel, i / p->group, j) * (float)(code - (int)p->zero);
+        out[i] = p->offsets ? x + scale_of_group(p, panel, i / p->group, COLS + j) : x;
     }
 }
 

@@ -346,21 +346,24 @@ class GgufFile:
         return kept if len(tensor.shape) > 1 else kept[0]
 
     def read_codes(self, tensor: GgufTensor, dim: int, start: int, stop: int) -> Codes:
-        """Of the same part of a quantized matrix: codes uint8, scales and offsets float32, [rows, …] each. Columns are
-        cut at borders of groups."""
+        """Of the same part of a quantized matrix: codes uint8, the rest float32, [rows, …] each. Columns are cut at
+        borders of groups."""
         quant, coding = tensor.format, tensor.format.coding
         if coding is None:
             raise InvariantError(f"the GGUF tensor {tensor.name!r} of {quant.name} has no codes")
         part = _Part.of(tensor, dim, start, stop)
         if part.low % coding.group or part.width % coding.group:
             raise InvariantError(f"columns {start} to {stop} of {tensor.name!r} cut a group of {coding.group}")
-        codes, scales, offsets = read_codes(quant, coding, part.reader(self._reader(tensor)), part.rows * part.blocks)
+        found = read_codes(quant, coding, part.reader(self._reader(tensor)), part.rows * part.blocks)
 
         def kept(values: np.ndarray, unit: int) -> np.ndarray:
             columns = slice(part.low // unit, (part.low + part.width) // unit)
             return np.ascontiguousarray(values.reshape(part.rows, -1)[:, columns])
 
-        return kept(codes, 1), kept(scales, coding.group), None if offsets is None else kept(offsets, coding.group)
+        offsets = None if found.offsets is None else kept(found.offsets, coding.group)
+        cut = part.low % quant.block_elements or part.width % quant.block_elements
+        steps = None if cut or found.steps is None else found.steps.reshape(part.rows, -1, found.steps.shape[-1])
+        return Codes(kept(found.codes, 1), kept(found.scales, coding.group), offsets, steps)
 
     def read_mxfp4(self, tensor: GgufTensor, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows [start, stop) of a matrix in MXFP4: codes, two columns a byte, and exponents, [rows, ...] each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,9 @@ class Coding:
     group: int
     split: Splitter
     offsets: bool = False
+    steps: tuple[int, ...] = ()
+    """Of blocks of several groups: at which bytes the numbers are that scales, and the negative of offsets, are
+    multiples of."""
 
     def decode(self, blocks: np.ndarray, out: np.ndarray) -> None:
         codes = np.empty(out.shape, np.uint8)
@@ -171,9 +175,9 @@ QUANT_FORMATS: dict[int, QuantFormat] = {
     6: _coded("Q5_0", 32, 22, Coding(5, 16, 32, _q5_0)),
     7: _coded("Q5_1", 32, 24, Coding(5, 0, 32, _q5_1, offsets=True)),
     8: _coded("Q8_0", 32, 34, Coding(8, 128, 32, _q8_0)),
-    12: _coded("Q4_K", 256, 144, Coding(4, 0, 32, _q4_k, offsets=True)),
-    13: _coded("Q5_K", 256, 176, Coding(5, 0, 32, _q5_k, offsets=True)),
-    14: _coded("Q6_K", 256, 210, Coding(6, 32, 16, _q6_k)),
+    12: _coded("Q4_K", 256, 144, Coding(4, 0, 32, _q4_k, offsets=True, steps=(0, 2))),
+    13: _coded("Q5_K", 256, 176, Coding(5, 0, 32, _q5_k, offsets=True, steps=(0, 2))),
+    14: _coded("Q6_K", 256, 210, Coding(6, 32, 16, _q6_k, steps=(208,))),
     30: QuantFormat("BF16", 1, 2, _bf16),
     39: QuantFormat(MXFP4, 32, 17, _mxfp4),
 }
@@ -194,18 +198,32 @@ def dequantize_into(quant: QuantFormat, read_at: ReadAt, out: np.ndarray) -> Non
         quant.decode(blocks, rows[start : start + len(blocks)])
 
 
+class Codes(NamedTuple):
+    """Of blocks, or of rows of them."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    offsets: np.ndarray | None
+    steps: np.ndarray | None
+    """[..., 1 or 2]: what every scale of a block is a multiple of, and every offset."""
+
+
 def read_codes(quant: QuantFormat, coding: Coding, read_at: ReadAt, count: int) -> Codes:
-    """Codes, scales and offsets of `count` blocks, flat."""
+    """Of `count` blocks, flat but for the steps."""
     codes = np.empty((count, quant.block_elements), np.uint8)
     scales = np.empty((count, quant.block_elements // coding.group), np.float32)
     offsets: np.ndarray | None = None
+    steps = np.empty((count, len(coding.steps)), np.float32) if coding.steps else None
     for start, blocks in _chunks(quant, read_at, count):
         part = slice(start, start + len(blocks))
         scales[part], found = coding.split(blocks, codes[part])
         if found is not None:
             offsets = np.empty_like(scales) if offsets is None else offsets
             offsets[part] = found
-    return codes.reshape(-1), scales.reshape(-1), None if offsets is None else offsets.reshape(-1)
+        if steps is not None:
+            steps[part] = np.concatenate([_half(blocks, at) for at in coding.steps], 1)
+            steps[part, 1:] *= -1
+    return Codes(codes.reshape(-1), scales.reshape(-1), None if offsets is None else offsets.reshape(-1), steps)
 
 
 def read_mxfp4(quant: QuantFormat, read_at: ReadAt, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -217,9 +235,6 @@ def read_mxfp4(quant: QuantFormat, read_at: ReadAt, count: int) -> tuple[np.ndar
         part = slice(start, start + len(blocks))
         packed[part], scales[part] = codes[:, ::2] | codes[:, 1::2] << 4, blocks[:, 0]
     return packed, scales
-
-
-Codes = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 
 def _chunks(quant: QuantFormat, read_at: ReadAt, total: int) -> Iterator[tuple[int, np.ndarray]]:

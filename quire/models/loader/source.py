@@ -256,9 +256,11 @@ class GgufSource(ModelSource):
         rows = torch.arange(sum(stop - start for start, stop in runs) if dim == 0 else tensor.shape[0]).unsqueeze(1)
         order = self._arch.undo(name, rows, self._config)
         if order is rows and dim == 0 and len(runs) == 1 and len(rows) * tensor.shape[1] >= LARGE_TABLE:
-            (first, last), half = runs[0], tensor.format.block_elements == UNIT  # these formats store half precision
+            # Blocks of one group store half precision.
+            (first, last), scale_bytes = runs[0], 2 if tensor.format.block_elements == UNIT else 1
             return UnreadWeight(first, (last - first, tensor.shape[1]), coding.bits, coding.zero, coding.group,
-                                coding.offsets, half, lambda start, stop: self._codes(tensor, coding, 0, start, stop))
+                                coding.offsets, scale_bytes,
+                                lambda start, stop: self._codes(tensor, coding, 0, start, stop))
         weight = joined([self._codes(tensor, coding, dim, *run) for run in runs], dim)
         return weight if order is rows else weight.rows(order.squeeze(1))
 
@@ -285,10 +287,10 @@ class GgufSource(ModelSource):
 
         from quire.kernels.quantized import QuantizedWeight
 
-        codes, scales, offsets = self._file.read_codes(tensor, dim, start, stop)
-        kept = None if offsets is None else torch.from_numpy(offsets)
-        return QuantizedWeight(
-            torch.from_numpy(codes), torch.from_numpy(scales), kept, coding.zero, coding.bits, coding.group)
+        found = self._file.read_codes(tensor, dim, start, stop)
+        offsets, steps = (None if each is None else torch.from_numpy(each) for each in (found.offsets, found.steps))
+        return QuantizedWeight(torch.from_numpy(found.codes), torch.from_numpy(found.scales), offsets, coding.zero,
+                               coding.bits, coding.group, steps=steps)
 
     def _wanted(self, parts: StoredParts | None) -> Iterator[tuple[str, GgufTensor, Ranges | None]]:
         layers = int(self._config.get("num_hidden_layers") or self._config["n_layer"])

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from quire.bench.checkpoints.gguf_blocks import ENCODERS
+
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -238,6 +240,14 @@ def write_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_eos_token_id(1)
 
 
+def quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Rows of blocks. K-quants are not among what the gguf package writes."""
+    if not kind.name.endswith("_K"):
+        return gguf.quants.quantize(values, kind)
+    blocks = torch.from_numpy(values).reshape(-1, gguf.GGML_QUANT_SIZES[kind][0])
+    return ENCODERS[kind.name](blocks).reshape(len(values), -1).numpy()
+
+
 def write_gguf(
     path: Path,
     arch: str,
@@ -262,7 +272,7 @@ def write_gguf(
         values = converted(arch, model, name, weight).float().contiguous().numpy()
         stored = values
         if values.ndim == 2:
-            stored = gguf.quants.quantize(values, kind) if blocks is None else blocks[name]
+            stored = quantized(values, kind) if blocks is None else blocks[name]
         writer.add_tensor(
             names.get_name(name, try_suffixes=(".weight", ".bias")),
             stored,
