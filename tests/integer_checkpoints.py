@@ -23,8 +23,19 @@ from quire.bench.checkpoints.integer_layouts import (
 )
 from tests.checkpoints import config_of, make_model, weights_of
 
-__all__ = ["AWQ", "GPTQ", "Packer", "awq", "compressed", "compressed_config", "gptq", "gptq_config",
-           "Stored", "store_checkpoint", "write_checkpoint"]
+__all__ = [
+    "AWQ",
+    "GPTQ",
+    "Packer",
+    "Stored",
+    "awq",
+    "compressed",
+    "compressed_config",
+    "gptq",
+    "gptq_config",
+    "store_checkpoint",
+    "write_checkpoint",
+]
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
 AWQ = awq_config()
 GPTQ = gptq_config()
