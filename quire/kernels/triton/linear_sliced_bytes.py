@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import triton
@@ -31,26 +30,10 @@ _LEAST_COLUMNS = 32
 """Columns that tensor cores multiply at once, of numbers of one byte."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlicedShape:
-    """Columns of a step, and whether a slice has several scales, so that every step has its own."""
-
-    step: int
-    several: bool
-
-    @classmethod
-    def of(cls, slices: Slices, group: int | None) -> Self:
-        """`group`: columns of the weight that share a scale, which no rank's border cuts; None: all of them. A rank may
-        hold smaller groups with the same scales: that changes nothing here."""
-        if group is not None:
-            common = math.gcd(group, slices.common)
-            if slices.longest > common:
-                return cls(math.gcd(common, _MOST_COLUMNS), True)
-        return cls(max(_LEAST_COLUMNS, min(_MOST_COLUMNS, triton.next_power_of_2(slices.longest))), False)
-
-    @property
-    def columns(self) -> int:
-        return max(_LEAST_COLUMNS, self.step)
+def step_of(slices: Slices) -> int:
+    """Columns that are multiplied before a scale: as many as divide all slices and blocks of 128, so that no step has
+    two scales. It follows from the whole sum alone, whatever groups of it a rank has."""
+    return math.gcd(slices.common, _MOST_COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -60,8 +43,8 @@ def _sliced_bytes_kernel(
     WIDTH: tl.constexpr, COUNT: tl.constexpr, UNIT: tl.constexpr, LONGEST: tl.constexpr, OWNED: tl.constexpr,
     FIRST: tl.constexpr, N: tl.constexpr, LAST_PLACE: tl.constexpr, PARTS: tl.constexpr,  # as in `linear_fixed`
     SCALES: tl.constexpr,  # of each feature, for GROUP columns each
-    GROUP: tl.constexpr, SEVERAL: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr,
-    COLUMNS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BAND: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(num_rows, ROWS)
     tiles_n: tl.constexpr = (NUM_FEATURES + FEATURES - 1) // FEATURES
@@ -87,27 +70,17 @@ def _sliced_bytes_kernel(
     for turn in range(0, N):
         start = border(first + turn, WIDTH, COUNT, UNIT) - before
         end = border(first + turn + 1, WIDTH, COUNT, UNIT) - before
-        if SEVERAL:
-            value = tl.zeros([ROWS, FEATURES], tl.float32)
-            for block in range(0, blocks):
-                begin = start + block * STEP
-                place = begin + tl.arange(0, COLUMNS)
-                inside = place < tl.minimum(begin + STEP, end)
-                values = tl.load(x_row + place[None, :], mask=used[:, None] & inside[None, :], other=0.0)
-                w = tl.load(w_row + place[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-                scale = tl.load(w_scale + feature * SCALES + begin // GROUP, mask=real & (begin < end), other=0.0)
-                value += tl.dot(values, tl.trans(w), out_dtype=KIND).to(tl.float32) * scale[None, :]
-            value = value * row_scale[:, None]
-        else:
-            acc = tl.zeros([ROWS, FEATURES], KIND)
-            for block in range(0, blocks):
-                place = start + block * STEP + tl.arange(0, COLUMNS)
-                inside = place < end
-                values = tl.load(x_row + place[None, :], mask=used[:, None] & inside[None, :], other=0.0)
-                w = tl.load(w_row + place[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-                acc = tl.dot(values, tl.trans(w), acc, out_dtype=KIND)
-            scale = tl.load(w_scale + feature * SCALES + (start // GROUP if SCALES > 1 else 0), mask=real, other=0.0)
-            value = acc.to(tl.float32) * row_scale[:, None] * scale[None, :]
+        value = tl.zeros([ROWS, FEATURES], tl.float32)
+        for block in range(0, blocks):
+            begin = start + block * STEP
+            place = begin + tl.arange(0, COLUMNS)
+            inside = place < tl.minimum(begin + STEP, end)
+            values = tl.load(x_row + place[None, :], mask=used[:, None] & inside[None, :], other=0.0)
+            w = tl.load(w_row + place[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+            group = begin // GROUP if SCALES > 1 else 0
+            scale = tl.load(w_scale + feature * SCALES + group, mask=real & (begin < end), other=0.0)
+            value += tl.dot(values, tl.trans(w), out_dtype=KIND).to(tl.float32) * scale[None, :]
+        value = value * row_scale[:, None]
         c0, c1, c2, c3, c4, c5, c6, c7 = count_slice(value, turn, LAST_PLACE, c0, c1, c2, c3, c4, c5, c6, c7)
     total = total_of(N, c0, c1, c2, c3, c4, c5, c6, c7)
     if BIAS:
@@ -155,7 +128,7 @@ def linear_sliced_nodes(x: Tensor, x_scales: Tensor, w: SlicedBytes, *, out: Ten
 def _launch(
     x: Tensor, x_scales: Tensor, w: SlicedBytes, bias: Tensor | None, residual: Tensor | None, node: Node, out: Tensor
 ) -> None:
-    (rows, features), slices, shape = out.shape, w.slices, SlicedShape.of(w.slices, w.group)
+    (rows, features), slices, step = out.shape, w.slices, step_of(w.slices)
     if slices.total > MAX_SLICES:
         raise EngineError(f"a sum of {slices.total} slices: deterministic mode on a GPU adds up to {MAX_SLICES}")
     if rows == 0:
@@ -167,8 +140,8 @@ def _launch(
         x, w.weight, x_scales, w.scales, out if bias is None else bias, out if residual is None else residual, sums,
         rows, features, slices.width, slices.sum_width, slices.total, slices.unit, slices.longest, slices.first,
         node[0], count // parts, (count // parts).bit_length() - 1, parts,
-        1 if w.group is None else w.scales.shape[1], w.group or slices.width, shape.several, _ROWS, _FEATURES,
-        shape.step, shape.columns, bias is not None and parts == 1, residual is not None and parts == 1, 8,
+        1 if w.group is None else w.scales.shape[1], w.group or slices.width, _ROWS, _FEATURES, step,
+        max(_LEAST_COLUMNS, step), bias is not None and parts == 1, residual is not None and parts == 1, 8,
         num_warps=_WARPS, num_stages=_STAGES, enable_fp_fusion=False,
     )  # fmt: skip
     if parts > 1:
