@@ -39,7 +39,7 @@ class DraftProgress:
         self._group = group
         self._filled = {DEVICE: np.zeros(num_blocks, np.bool_)}
         """Blocks whose every token has KV of the draft model."""
-        self._flags = memoryview(self._filled[DEVICE])
+        self._flags = self._filled[DEVICE].data
         """The same memory: a few of them are set at a fraction of what numpy takes, which lets go of the interpreter
         meanwhile and may not get it back at once."""
         self._num_host_blocks = num_host_blocks
