@@ -53,6 +53,9 @@ _MOST_PATIENCE = 8.0
 """Every try in vain doubles the time until the next, up to so many times the first."""
 _LOOK_AGAIN = 16
 """Steps after which texts that were too long to be read for a try are looked at again, where nothing else changes."""
+_FIRST_STEPS = 4
+"""Where steps overlap: steps with drafts whose times may be those of something that happened only once. Drafts that end
+after fewer are tried again at once."""
 _LIKELY = 0.5
 """Chance of a draft from which on a try has one more."""
 
@@ -91,6 +94,7 @@ class DeviceSpeculator(Speculator):
         self._plain_seconds = 0.0
         """Spent on steps without drafts since the last one with some."""
         self._since_plain = 0
+        self._steps_with_drafts = 0
         self._remind = self._remind_next = _SOON
         self._clearly = False
         self._chosen = 0
@@ -152,7 +156,7 @@ class DeviceSpeculator(Speculator):
             elif not count and (one := self._to_try(able, num_decoding)) is not None:
                 # One of them is enough to find out.
                 sequences, count, shape = [one], self._tried, None
-                self._patience, self._plain_seconds = min(2 * self._patience, _MOST_PATIENCE), 0.0
+                self._patience, self._plain_seconds = min(max(1.0, 2 * self._patience), _MOST_PATIENCE), 0.0
         else:
             self._chosen = count
         return self._drafts_of(sequences, count, shape)
@@ -176,6 +180,8 @@ class DeviceSpeculator(Speculator):
     def _believe(self, count: int, judged_for: int) -> None:
         """What was found for these alone may not hold for all: where drafts seem to end, that is asked once more."""
         self._judged_for = None if self._chosen and not count else judged_for
+        if self.overlaps and self._chosen and not count and self._steps_with_drafts < _FIRST_STEPS:
+            self._patience = self._next_probe = 0.0
         if count and not self._chosen:
             self._remind = self._remind_next = _SOON
         self._chosen = count
@@ -381,15 +387,17 @@ class DeviceSpeculator(Speculator):
             return
         self._plain_seconds = 0.0
         self._since_plain += 1
+        self._steps_with_drafts += 1
         passes = load.passes
         if not self.times.known:
             return
         factor = self.times.factor
-        if not self.drafting.known:
+        believed = self.times.estimate(load.tokens) + passes * factor * self.drafting.estimate(load.drafting)
+        young = self.overlaps and self._steps_with_drafts <= _FIRST_STEPS
+        if not self.drafting.known or (young and seconds < believed and not load.behind):
             rest = seconds - self.times.estimate(load.tokens) - factor * self.seconds_behind * load.behind
             self.drafting.observe(load.drafting, max(1e-9, rest / passes / factor))
             return
-        believed = self.times.estimate(load.tokens) + passes * factor * self.drafting.estimate(load.drafting)
         if load.behind:
             self._learn_reading(load.behind, max(0.0, seconds - believed) / factor)
             return

@@ -198,6 +198,19 @@ def test_many_streams_find_out_that_drafts_always_hit() -> None:
     assert gpu.steps < 400
 
 
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_step_that_was_once_slow_does_not_end_drafts_that_pay(step: int) -> None:
+    """A kernel that is compiled in the first step with drafts, say."""
+
+    class Slow(Gpu):
+        def _head(self, plan: StepPlan) -> float:
+            return super()._head(plan) + (0.06 if self.steps == step else 0.0)
+
+    gpu = Slow(1, DeviceSpeculator(4, gpu=True, own_kv=True, ahead=True))
+    assert Gpu(1, None).run() > 1.5 * gpu.run()
+    assert sum(count > 0 for count in gpu.drafting) > 0.9 * len(gpu.drafting)
+
+
 def test_steps_without_drafts_are_not_charged_for_the_wait_that_drafts_cause() -> None:
     """The host's time shows only where a step waits for tokens: without drafts none does."""
     speculator = head()
