@@ -76,7 +76,7 @@ def check(rows: int, features: int, width: int, slices: Slices | None, tiles: Fi
         assert len(runs) == 1 and not scratch.arrived.any()
 
 
-HEADS, RANGES = partial(Slices.of_heads, head_dim=128), Slices.of_width
+HEADS, RANGES = partial(Slices.each, width=128), Slices.of_width
 
 
 @pytest.mark.parametrize(
