@@ -420,7 +420,7 @@ def joined(parts: Sequence[QuantizedWeight], dim: int) -> QuantizedWeight:
 
     if len(parts) == 1:
         return parts[0]
-    group = min(part.group for part in parts)
+    group = math.gcd(*(part.group for part in parts))
     finer = [part.regrouped(group) for part in parts]
     offsets = [part.offsets for part in finer if part.offsets is not None]
     steps = [part.steps for part in finer if part.steps is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def build_decoder(
     for source, tensor in weights:
         spelling.saw(source)
         try:
-            if not _load_stored(decoder, names, source, tensor, shapes, excluded.holds(source)):
+            if not _load_stored(decoder, names, source, tensor, shapes, excluded):
                 extra.append(spelling.of(source))
         except ModelLoadError as error:
             raise spelling.explained(error, source) from None
@@ -69,10 +69,9 @@ def build_decoder(
 
 def _load_stored(
     decoder: Decoder, names: WeightNames, source: str, tensor: StoredWeight, shapes: Mapping[str, Shape],
-    excluded: bool,
+    excluded: ExcludedModules,
 ) -> bool:
-    """Hand one stored tensor to the decoder; False if the family has no such tensor. `excluded`: the config keeps it
-    out of quantization."""
+    """Hand one stored tensor to the decoder; False if the family has no such tensor."""
     scale = _KV_SCALE.search(source)
     if scale is not None and isinstance(tensor, Tensor):
         decoder.kv_scales.receive(int(scale[1]), scale[2], tensor, source)
@@ -88,10 +87,16 @@ def _load_stored(
             continue  # stored by some checkpoints beside the table it is tied to
         if name not in shapes:
             return False
-        if excluded and isinstance(part, Tensor) and part.dim() == 2 and part.is_floating_point():
+        if _is_matrix(name, part) and excluded.holds(source):
             part = FloatWeight(part)
         decoder.load(name, half_split(name, part, decoder.spec), source)
     return True
+
+
+def _is_matrix(name: str, part: StoredWeight) -> TypeGuard[Tensor]:
+    """Whether a device might round it: norms of each head by itself (Cohere) have two dimensions too."""
+    floats = isinstance(part, Tensor) and part.dim() == 2 and part.is_floating_point()
+    return floats and not name.removesuffix(".weight").endswith("norm")
 
 
 def stored_parts(config: Mapping[str, Any], shard: Shard) -> StoredParts:

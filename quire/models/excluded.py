@@ -32,8 +32,9 @@ class ExcludedModules:
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Of a model's config, which may have no `quantization_config`."""
         self._expressions: list[re.Pattern[str]] = []
-        self._runs: list[tuple[str, ...]] = []
-        """Parts of names that follow one another."""
+        self._runs: dict[int, set[tuple[str, ...]]] = {}
+        """Parts of names that follow one another, by their number."""
+        self._known: dict[str, bool] = {}
         stored = config.get(_CONFIG)
         if isinstance(stored, Mapping):
             for field in _FIELDS:
@@ -52,16 +53,27 @@ class ExcludedModules:
             elif _WILD & set(entry):
                 self._expressions.append(re.compile(fnmatch.translate(entry)))
             elif entry:
-                self._runs.append(tuple(entry.split(".")))
+                run = tuple(entry.split("."))
+                self._runs.setdefault(len(run), set()).add(run)
 
     def holds(self, tensor: str) -> bool:
         """Whether a tensor belongs to an excluded module."""
-        parts = tuple(tensor.split("."))[:-1]
-        modules = [".".join(parts[: count + 1]) for count in range(len(parts))]
-        if any(expression.match(module) for expression in self._expressions for module in modules):
+        return bool(self._expressions or self._runs) and self._inside(tensor.rpartition(".")[0])
+
+    def _inside(self, module: str) -> bool:
+        """Whether a module is excluded, or lies in one that is. Modules are seldom asked for once."""
+        if not module:
+            return False
+        if module not in self._known:
+            self._known[module] = self._inside(module.rpartition(".")[0]) or self._named(module)
+        return self._known[module]
+
+    def _named(self, module: str) -> bool:
+        """By an entry that matches this module, or by parts at the end of its name."""
+        parts = tuple(module.split("."))
+        if any(parts[-size:] in runs for size, runs in self._runs.items() if size <= len(parts)):
             return True
-        return any(parts[start : start + len(run)] == run for run in self._runs
-                   for start in range(len(parts) - len(run) + 1))
+        return any(expression.match(module) for expression in self._expressions)
 
 
 def _compiled(field: str, expression: str) -> re.Pattern[str]:

@@ -116,7 +116,7 @@ class DeviceFormats:
     def _packs(self, weight: QuantizedWeight, slices: Slices | None) -> bool:
         """Whether a kernel has a form for it, and for each slice of it that a rank may have."""
         if _is_int8(weight):
-            whole = slices is None or slices.divisible_by(linear_planes.UNIT)
+            whole = weight.scales.shape[1] == 1 if slices is None else slices.divisible_by(linear_planes.UNIT)
             return whole and (self._deterministic or weight.shape[0] % _UNIT == 0)
         if linear_codes.packs(weight):
             return not _cuts(slices, weight.shape[1], linear_codes.COLUMNS)

@@ -132,7 +132,7 @@ class DeviceSpeculator(Speculator):
     def _rests(self, decoding: list[Sequence]) -> bool:
         """Where steps overlap: drafts do not pay for these, nothing was learned since, and it is not time for a try.
         Then nothing is to be found out, and small steps are as short as the host is quick."""
-        if (not self.adaptive or not self.overlaps or self._chosen or self._judged_for is None
+        if (not decoding or not self.adaptive or not self.overlaps or self._chosen or self._judged_for is None
                 or len(decoding) != self._looked_at or not decoding[0].num_pending):
             return False
         if self._is_time_to_try:
@@ -430,6 +430,7 @@ class DeviceSpeculator(Speculator):
     def forget(self, seq: Sequence) -> None:
         self._followed.pop(seq, None)
         self._seen.pop(seq, None)
+        self._looks_away = 0
         self._usual_answer += _FOLLOW_ANSWERS * (len(seq.tokens) - seq.num_prompt_tokens - self._usual_answer)
 
 

@@ -22,7 +22,7 @@ if torch.cuda.is_available():
 DTYPES = ("float32", "bfloat16")
 ROWS = 700
 COUNTS = (1, 2, 3, 7, 8, 9, 31, 33, 64, 65, 130, 512, 513)
-SLICES = (("of_heads", 9, 64), ("of_heads", 32, 128), ("of_heads", 6, 80), ("of_width", 1536), ("of_width", 3040))
+SLICES = (("each", 9, 64), ("each", 32, 128), ("each", 6, 80), ("of_width", 1536), ("of_width", 3040))
 HEADS = ((16, 8, 128), (9, 3, 64), (4, 1, 256), (6, 2, 16))
 
 
@@ -75,7 +75,7 @@ def test_large_tiles_give_the_bits_of_the_small_one(features: int, width: int, k
         assert _other_rows(large, small, (1, 64, 65, 129, 1000), features, width, getattr(torch, kind)) == []
 
 
-@pytest.mark.parametrize("slices", [None, ("of_heads", 32, 128), ("of_width", 1536)])
+@pytest.mark.parametrize("slices", [None, ("each", 32, 128), ("of_width", 1536)])
 @torch.inference_mode()
 def test_gemms_that_prefetch_give_the_bits_of_those_that_do_not(slices: tuple[str, int, int] | None) -> None:
     if not _hopper() or not linear_prefetch.available(torch.device("cuda")):
@@ -95,7 +95,7 @@ def test_gemms_that_prefetch_give_the_bits_of_those_that_do_not(slices: tuple[st
 
 @pytest.mark.parametrize(
     ("slices", "kind"),
-    [(None, "float16"), (None, "bfloat16"), (("of_heads", 32, 128), "bfloat16"), (("of_heads", 16, 128), "float16"),
+    [(None, "float16"), (None, "bfloat16"), (("each", 32, 128), "bfloat16"), (("each", 16, 128), "float16"),
      (("of_width", 3072), "bfloat16")],
 )  # fmt: skip
 @torch.inference_mode()

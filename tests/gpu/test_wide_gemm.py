@@ -44,7 +44,7 @@ SHAPES = (
     (1, 160, 6, 1, 1, 4),
 )
 WIDTH = 2048
-SLICED = (("of_heads", 32, 128), ("of_heads", 16, 128), ("of_heads", 40, 128), ("of_width", 12_288), ("of_width", 3072))
+SLICED = (("each", 32, 128), ("each", 16, 128), ("each", 40, 128), ("of_width", 12_288), ("of_width", 3072))
 
 
 def numbers(*size: int) -> Tensor:

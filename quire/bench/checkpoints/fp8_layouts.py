@@ -28,7 +28,7 @@ def fp8(strategy: str = "channel", scale: str = "weight_scale") -> Packer:
         else:
             scales = (weight.abs().amax(1, keepdim=True) if strategy == "channel" else weight.abs().max()) / LARGEST
             full = scales.expand(rows, columns)
-        codes = (weight / full).to(FP8)
+        codes = (weight / full.clamp(min=1e-12)).to(FP8)
         return {"weight": codes, scale: scales}, codes.float() * full
 
     return pack

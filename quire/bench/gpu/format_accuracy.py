@@ -6,6 +6,7 @@ the same layouts of files.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,7 @@ def _sized(name: str, stored: str, device: str) -> tuple[Decoder, dict[str, int]
     """A decoder, and what its weights, tables and scratch memory take on a GPU."""
     import torch
 
+    gc.collect()  # what the format before has left
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     decoder = _decoder(name, stored, device)
     return decoder, {"weight_bytes": torch.cuda.memory_allocated() - before} if device == "cuda" else {}

@@ -46,7 +46,8 @@ def fits(device: torch.device, dtype: torch.dtype, shape: HeadShape, turn: HeadT
 def takes(dtype: torch.dtype, shape: HeadShape, turn: HeadTurn, cache: LayerCache) -> bool:
     """Whether the kernel knows such heads and such a cache."""
     queries = shape.num_heads // shape.num_kv_heads
-    plain = dtype in (torch.bfloat16, torch.float16) and cache.k.dtype in (dtype, torch.float8_e4m3fn)
+    plain = dtype in (torch.bfloat16, torch.float16) and (
+        cache.k.dtype == torch.float8_e4m3fn or (cache.k.dtype == dtype and cache.scales is None))
     heads = shape.head_dim == _DIM and queries <= _MOST_QUERIES and turn.sinks is None
     return plain and heads and rope_fits(shape, turn)
 

@@ -24,7 +24,7 @@ from quire.kernels.triton.linear_fixed import MAX_SLICES, add_parts, border, sha
 from quire.kernels.triton.slice_tree import count_slice, total_of
 
 _ROWS, _FEATURES, _WARPS, _STAGES = 64, 64, 8, 3
-"""Of every tile: a counter of 32 heads' sums fits into the registers of eight warps."""
+"""Of every tile: a counter of 15 slices' sums, as many as there are, fits into the registers of eight warps."""
 _MOST_COLUMNS = 128
 _LEAST_COLUMNS = 32
 """Columns that tensor cores multiply at once, of numbers of one byte."""
