@@ -14,6 +14,7 @@ from quire.models.loader.json_file import read_json_object
 FIELD = "quantization_config"
 MODELOPT_FILE = "hf_quant_config.json"
 _STRATEGIES = ("tensor", "channel", "block")
+_STATES = ("compressed", "frozen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +98,20 @@ def _compressed(stored: Mapping[str, Any]) -> Fp8Scheme:
     sparsity = stored.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in (None, "dense")):
         _refuse("sparsity_config", sparsity)
-    status = stored.get("quantization_status", "compressed")
-    if status != "compressed":
-        _refuse("quantization_status", status, "; known: compressed")
+    check_status(stored)
     found = {_compressed_group(f"config_groups.{name}", group, stored.get("format"))
              for name, group in stored["config_groups"].items()}
     if len(found) != 1:
         _refuse("config_groups", stored["config_groups"], "; layers in fp8 must all be of one scheme")
     return found.pop()
+
+
+def check_status(stored: Mapping[str, Any]) -> None:
+    """Of compressed-tensors. Its older versions wrote `frozen` into files that they had compressed; where one was not,
+    its weights are floats and are refused by their tensors' type."""
+    status = stored.get("quantization_status", "compressed")
+    if status not in _STATES:
+        _refuse("quantization_status", status, f"; known: {', '.join(_STATES)}")
 
 
 def check_kv_scheme(stored: Mapping[str, Any]) -> None:

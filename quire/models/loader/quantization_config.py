@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from quire.errors import UnsupportedModelError
-from quire.models.loader.fp8_config import check_kv_scheme, fp8_scheme
+from quire.models.loader.fp8_config import check_kv_scheme, check_status, fp8_scheme
 
 Layout = Literal["awq", "gptq", "compressed-tensors"]
 FIELD = "quantization_config"
@@ -89,9 +89,7 @@ def _compressed(stored: Mapping[str, Any]) -> IntegerScheme:
     sparsity = stored.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in (None, "dense")):
         _refuse("sparsity_config", sparsity)
-    status = stored.get("quantization_status", "compressed")
-    if status != "compressed":
-        _refuse("quantization_status", status, "; known: compressed")
+    check_status(stored)
     groups = stored.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         _refuse("config_groups", groups)

@@ -122,6 +122,18 @@ def test_modelopts_own_file_beside_the_config_counts(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
 
 
+def test_a_file_of_older_tools_says_frozen_and_is_read_as_its_tensors_are(tmp_path: Path) -> None:
+    pack, config = KINDS["compressed, static"]
+    expected = write_checkpoint(tmp_path, pack, config | {"quantization_status": "frozen"})
+    found = dict(resolve_model(str(tmp_path)).stored_weights())[f"{PROJECTION}.weight"]
+    assert isinstance(found, Fp8Weight) and torch.equal(found.dequantized(), expected[f"{PROJECTION}.weight"])
+    stored = load_file(tmp_path / "model.safetensors")
+    stored[f"{PROJECTION}.weight"] = expected[f"{PROJECTION}.weight"].contiguous()  # frozen, but never compressed
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=f"{PROJECTION}.weight.*fp8"):
+        list(resolve_model(str(tmp_path)).stored_weights())
+
+
 CHANGED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (BLOCKS, {"weight_block_size": [64, 128]}, "weight_block_size"),
     (BLOCKS, {"activation_scheme": "static"}, "weight_block_size"),
@@ -132,6 +144,7 @@ CHANGED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (compressed_fp8(), {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "kv_cache_scheme.type"),
     (compressed_fp8(), {"kv_cache_scheme": KV_SCHEME | {"dynamic": True}}, "kv_cache_scheme.dynamic"),
     (compressed_fp8(), {"format": "pack-quantized"}, "format"),
+    (compressed_fp8(), {"quantization_status": "initialized"}, "quantization_status"),
 ]
 
 

@@ -40,6 +40,7 @@ KEPT: dict[str, tuple[Packer, dict[str, Any], int, int]] = {
     "compressed, one scale a row": (compressed(group=-1), compressed_config(group=-1), 4, 0),
     "compressed with zero points": (compressed(symmetric=False), compressed_config(symmetric=False), 4, 32),
     "w8a8": (compressed(8, -1, plain=True), W8A8, 8, 0),
+    "w8a8 of older tools": (compressed(8, -1, plain=True), W8A8 | {"quantization_status": "frozen"}, 8, 0),
     "w8a8 with zero points": (compressed(8, -1, False, plain=True), compressed_config(8, -1, False, plain=True), 8, 0),
     "gptq with act-order": (gptq(act_order=True), GPTQ | {"desc_act": True}, 4, 32),
     "gptq with act-order, 8 bits, zero points": (gptq(8, 32, False, True), GPTQ | {"bits": 8, "desc_act": True}, 8, 32),
@@ -64,7 +65,7 @@ def test_a_weight_is_the_floats_of_its_format_and_stays_in_its_bits(kind: str, t
             assert (weight.bits, weight.group) == (bits, group or expected[name].shape[1])
             assert (weight.offsets is None) == ("zero points" not in kind and "awq" not in kind and "v2" not in kind)
             assert (weight.order is not None) == ("act-order" in kind)
-            assert weight.int8_rows == (kind == "w8a8")
+            assert weight.int8_rows == (kind in ("w8a8", "w8a8 of older tools"))
 
 
 @pytest.mark.parametrize("kind", IN_FLOATS)
@@ -153,7 +154,7 @@ DYNAMIC = {"num_bits": 8, "dynamic": True}
         (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme.type"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (COMPRESSED | {"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
-        (COMPRESSED | {"quantization_status": "frozen"}, "quantization_status"),
+        (COMPRESSED | {"quantization_status": "calibration"}, "quantization_status"),
         (COMPRESSED | {"config_groups": {}}, "config_groups"),
         (_group(weights={"type": "float"}), "format"),
         (_group(weights={"num_bits": 2}), "config_groups.group_0.weights.num_bits"),
@@ -195,6 +196,7 @@ WRONG = [
     ("weight_scale", "compressed", COMPRESSED, lambda t: t[:, :-1]),
     ("weight_shape", "compressed", COMPRESSED, lambda t: t[:1]),
     ("weight", "w8a8", W8A8, lambda t: t.float()),
+    ("weight", "w8a8", W8A8 | {"quantization_status": "frozen"}, lambda t: t.float()),
     ("weight_scale", "w8a8", W8A8, lambda t: t[:-1]),
 ]
 
