@@ -11,6 +11,7 @@ from quire.kernels.quantized import Rounding
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.excluded import ExcludedModules
 from quire.ops.cpu import CpuOps
+from tests.checkpoints import config_of, make_model
 from tests.integer_checkpoints import compressed_config
 
 LAYER = "model.layers.1"
@@ -44,6 +45,15 @@ def test_a_config_without_exclusions_excludes_nothing() -> None:
 def test_what_is_no_list_of_names_is_refused_by_its_field(entries: object) -> None:
     with pytest.raises(UnsupportedModelError, match=r"quantization_config\.ignore"):
         ExcludedModules({"quantization_config": {"ignore": entries}})
+
+
+def test_norms_of_an_excluded_module_are_no_matrices() -> None:
+    """Cohere's q and k norms have a row for each head."""
+    config = config_of(make_model("cohere", use_qk_norm=True)) | {
+        "quantization_config": {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["self_attn"]}}
+    ops = CpuOps(num_threads=1, rounding=Rounding(8))
+    decoder = build_decoder(config, dummy_weights(config), ops, max_model_len=64)
+    assert not decoder.missing()
 
 
 LLAMA: dict[str, Any] = {

@@ -63,6 +63,14 @@ def test_any_number_of_ranks_gives_the_same_bits(family: str) -> None:
         assert torch.equal(of_ranks(config, weights, tensor_size, num_stages), expected), (tensor_size, num_stages)
 
 
+@pytest.mark.parametrize(("family", "kv_heads"), [("llama", 4), ("olmo2", 5)])
+def test_many_heads_are_shared_in_eight_ranges(family: str, kv_heads: int) -> None:
+    """Twenty heads, ranges of two and of three; of OLMo 2 with a norm over all of them."""
+    config, weights, expected = one_rank(family, hidden_size=160, num_attention_heads=20, num_key_value_heads=kv_heads)
+    for size, stages in ((3, 1), (8, 1), (2, 2)):
+        assert torch.equal(of_ranks(config, weights, size, stages), expected), (size, stages)
+
+
 @pytest.mark.parametrize("size", [4, 5, 7, 8])
 def test_more_ranks_than_kv_heads_and_uneven_runs(size: int) -> None:
     """Nine query heads to three kv heads, as SmolLM2 has: a kv head is held by up to four ranks."""
