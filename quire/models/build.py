@@ -87,13 +87,13 @@ def _load_stored(
             continue  # stored by some checkpoints beside the table it is tied to
         if name not in shapes:
             return False
-        if _is_matrix(name, part) and excluded.holds(source):
+        if _is_matrix(part, name) and excluded.holds(source):
             part = FloatWeight(part)
         decoder.load(name, half_split(name, part, decoder.spec), source)
     return True
 
 
-def _is_matrix(name: str, part: StoredWeight) -> TypeGuard[Tensor]:
+def _is_matrix(part: StoredWeight, name: str) -> TypeGuard[Tensor]:
     """Whether a device might round it: norms of each head by itself (Cohere) have two dimensions too."""
     floats = isinstance(part, Tensor) and part.dim() == 2 and part.is_floating_point()
     return floats and not name.removesuffix(".weight").endswith("norm")
