@@ -62,21 +62,16 @@ def test_a_gpu_before_hopper_is_spared_what_only_hopper_has() -> None:
         supported(options, (7, 5))
 
 
-@pytest.mark.parametrize(("asked", "refused"), [
-    ({"quantization": "fp8"}, True), ({"quantization": "int8"}, True), ({"quantization": "int4"}, False),
-    ({"quantization": "int8", "quantization_group_size": 64}, False), ({"quantization": "file"}, False)])
-def test_tensor_ranks_refuse_rows_with_one_scale_in_deterministic_mode(
-    asked: dict[str, Any], refused: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("asked", [
+    {"quantization": "fp8"}, {"quantization": "int8"}, {"quantization": "int4"}, {"quantization": "file"},
+    {"quantization": "int8", "quantization_group_size": 64}])
+def test_tensor_ranks_take_every_format_in_deterministic_mode(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.engine.assembly.device._missing_for_gpu", lambda: None)
-    options = {"model": "m", "device": "auto", "deterministic": True, **asked}
-    assert resolve(EngineConfig.create(**options, pipeline_parallel_size=2)).model.device == "cuda"
-    if not refused:
-        assert resolve(EngineConfig.create(**options, tensor_parallel_size=2)).model.device == "cuda"
-        return
-    with pytest.raises(ConfigError, match="tensor_parallel_size=1") as caught:
-        resolve(EngineConfig.create(**options, tensor_parallel_size=2))
-    assert caught.value.field == "quantization"
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        config = EngineConfig.create(model="m", device="auto", deterministic=True, **asked, **sizes)
+        assert resolve(config).model.device == "cuda"
 
 
 def test_rocm_is_refused_by_name_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
