@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from quire.structured.compiler import GrammarCompiler
     from quire.structured.isolated import IsolatedGrammars
 
+log = logging.getLogger("quire.engine")
 
 _ARRIVAL_WAIT_S = 0.05
 """How long a step waits for KV when there is nothing else to do, before its caller may look around."""
@@ -253,8 +255,7 @@ class EngineCore:
             self.scheduler.update(self._futures.popleft().result())
         else:
             self._futures.popleft()
-            shown = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
-            self.scheduler.fail_step(f"the step that computed this request failed: {shown}")
+            self.scheduler.fail_step(f"the step that computed this request failed: {_shown(error)}")
         self.times.update += time.perf_counter() - done
         if self.trace is not None:
             self.trace.collected()
@@ -288,3 +289,11 @@ class EngineCore:
             self.grammars.close()
         self.executor.close()
         self.scheduler.cache.close()
+
+
+def _shown(error: BaseException) -> str:
+    """What requests are told of a lost step. Where an error is nobody's refusal, the log has its traceback."""
+    if isinstance(error, QuireError):
+        return str(error)
+    log.error("a step failed; its requests end with an error", exc_info=error)
+    return f"{type(error).__name__}: {error}"

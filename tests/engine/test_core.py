@@ -93,7 +93,7 @@ def test_a_worker_on_its_own_thread_gives_the_same_tokens() -> None:
 # ---- failures
 
 
-def test_a_lost_step_fails_its_requests_and_the_engine_goes_on() -> None:
+def test_a_lost_step_fails_its_requests_and_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     core, executor = make_core(max_num_seqs=2)
     made = requests(4)
     executor.fail_steps = {3}
@@ -103,6 +103,7 @@ def test_a_lost_step_fails_its_requests_and_the_engine_goes_on() -> None:
     for request in made[:2]:
         assert request.sequences[0].error == (
             "the step that computed this request failed: RuntimeError: the device fell over")
+    assert "a step failed" in caplog.text and "RuntimeError: the device fell over" in caplog.text
     assert all(got_its_tokens(request) for request in made[2:])
     assert core.scheduler.stats.requests_failed == 2
     assert core.scheduler.cache.pools[0].num_used == 0
