@@ -25,6 +25,7 @@ from quire.kernels.slices import Slices
 from quire.kernels.triton import (
     activation,
     coded_rows,
+    codes_few,
     codes_row,
     codes_tiles,
     gemm_table,
@@ -62,7 +63,10 @@ _BYTES_ROW_KERNEL = "bytes_row"
 _CODES_ROW_KERNELS = ("codes_row", "norm_then_codes_row")
 _CODES_TILES_KERNEL = "codes_tiles"
 _CODES_RINGS = ((4, 2, 1), (3, 2, 1), (5, 1, 1))
-"""Of codes that the table leaves to tiles which cannot multiply them: those in groups of 32 columns."""
+"""Of codes that the table leaves to tiles or to a ring which cannot multiply them: those in groups of 32 columns, or of
+columns that are no whole number of the ring's turns."""
+_SMALL = 4 << 20
+"""Weights of a matrix up to which no ring is worth its beginning and end for few rows."""
 INT8_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (1 << 62, (128, 256, 128, 8, 3)))
 """Up to so many rows: the tile of an int8 GEMM. Not timed yet."""
 
@@ -265,7 +269,9 @@ class DeviceFormats:
         """By the kernel of one row of 4-bit codes; None where that should not run."""
         row = self._codes_row_choice(x, w, gemm_table.GATED if gated else gemm_table.NORM)
         if row is None:
-            return None
+            few = self._few_codes(x, w, gated is not None) if w.order is None else None
+            return None if few is None else codes_few.linear_codes_few(x, few, w.bias, norm=gain, eps=eps, gated=gated,
+                                                                       out=out, pdl=self._pdl)
         packed, sizes, apart = row
         x = norm.rms_norm(x, gain, eps, pdl=self._pdl) if apart else x
         return codes_row.linear_codes_row(x, packed, w.bias, norm=None if apart else gain, eps=eps, gated=gated,
@@ -289,6 +295,15 @@ class DeviceFormats:
         if not codes_row.fits(w.packed, sizes, form == gemm_table.GATED, normed, self._scratch):
             return None
         return w.packed, sizes, apart
+
+    def _few_codes(self, x: Tensor, w: CodesLinear, gated: bool = False) -> linear_codes.PackedCodes | None:
+        """A weight of 4-bit codes that few rows are multiplied with without tensor cores: a small one, or any where
+        there are no rings. None where that should not run."""
+        packed = w.packed
+        if self._deterministic or not isinstance(packed, linear_codes.PackedCodes):
+            return None
+        small = self._scratch is None or packed.features * packed.width <= _SMALL
+        return packed if small and codes_few.fits(x.shape[0], packed, gated) else None
 
     def _bytes_row(
         self, x: Tensor, w: BytesLinear, residual: Tensor | None = None, *, gain: Tensor | None = None,
@@ -383,19 +398,21 @@ class DeviceFormats:
             if rows > linear_planes.MOST_ROWS:
                 return None
             return linear_planes.linear_planes(x, packed, w.bias, residual, out=out, pdl=self._early(rows))
-        if self._scratch is None:
-            return None
         row = self._codes_row_choice(x, w, gemm_table.PLAIN)
         if row is not None:
             return codes_row.linear_codes_row(x, packed, w.bias, residual, out=out, sizes=row[1],
                                               scratch=self._scratch, pdl=self._pdl)
+        if self._few_codes(x, w) is not None:
+            return codes_few.linear_codes_few(x, packed, w.bias, residual, out=out, pdl=self._early(rows))
+        if self._scratch is None:
+            return None
         choice = self._codes_choice(x, w)
         if choice.kernel == _CODES_TILES_KERNEL:
             tiles = codes_tiles.CodesTilesShape(*choice.sizes)
             if codes_tiles.fits(rows, packed, tiles, self._scratch):
                 return codes_tiles.linear_codes_tiles(x, packed, w.bias, residual, sizes=tiles, scratch=self._scratch,
                                                       out=out, pdl=self._early(rows))
-        rings = {"codes": (choice.sizes,), _CODES_TILES_KERNEL: _CODES_RINGS}.get(choice.kernel, ())
+        rings = {"codes": (choice.sizes, *_CODES_RINGS), _CODES_TILES_KERNEL: _CODES_RINGS}.get(choice.kernel, ())
         for ring in rings if linear_prefetch.is_common(rows) else ():
             sizes = linear_codes.CodesShape(*ring)
             if linear_codes.fits(rows, packed, sizes, self._scratch):

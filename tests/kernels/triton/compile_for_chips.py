@@ -33,6 +33,7 @@ from quire.kernels.triton import (
     branch,
     chains,
     coded_rows,
+    codes_few,
     distill,
     features,
     inputs,
@@ -147,6 +148,9 @@ def others(capability: int) -> None:
     codes = torch.zeros(256, 128, dtype=torch.uint8)
     packed = linear_codes.pack(QuantizedWeight(codes, torch.ones(256, 1), torch.ones(256, 1), 0.0, 4, 128), HALF)
     linear_codes.unpack(packed, torch.empty(256, 128, dtype=HALF))
+    for group in (32, 128):
+        packed = linear_codes.pack(QuantizedWeight(codes, torch.ones(256, 128 // group), None, 8, 4, group), HALF)
+        codes_few.linear_codes_few(wide[:1, :128].contiguous(), packed, norm=torch.ones(128), gated="silu")
     packed = linear_planes.pack(QuantizedWeight(codes, torch.ones(256, 4), None, 32, 6, 32))
     linear_planes.linear_planes(wide[:, :128].contiguous(), packed)
     linear_planes.unpack(packed, torch.empty(256, 128, dtype=HALF))

@@ -218,6 +218,7 @@ def choices(monkeypatch: pytest.MonkeyPatch, **kernels: tuple[str, tuple[int, ..
     def ring(x: Tensor, packed: PackedCodes, bias: Any, residual: Any, **_: Any) -> Tensor:
         return (x.float() @ unpacked(packed).float().t() + (0 if residual is None else residual.float())).to(x.dtype)
 
+    monkeypatch.setattr(device_formats, "_SMALL", 0)
     monkeypatch.setattr(linear_prefetch, "available", lambda _: True)
     monkeypatch.setattr(linear_codes, "multiprocessors", lambda _: 4)
     monkeypatch.setattr(gemm_table, "lookup", lookup)
