@@ -1,10 +1,10 @@
 """GEMMs of up to eight rows in deterministic mode on Hopper, with the norm before them or the residual after them
 (`few_gemm.cu`): the bits of the kernels that many rows have.
 
-Those are `norm.rms_norm`, `linear_fixed`, `activation.act_mul`, and `norm.add_rms_norm`'s sum of a rounded result and the
-residual. A step of one row has nine kernels a layer with them and five with this one; each thread block asks for all its
-weights at once, before the kernel before has ended, so it is for weights that the chip's shared memory holds
-(`plan` declines others).
+Those are `norm.rms_norm`, `linear_fixed`, `activation.act_mul`, and the sum of a rounded result and the residual that
+`norm.add_rms_norm` begins with. A step of one row has nine kernels a layer with them, and five with this one. Each
+thread block asks for all its weights at once, before the kernel before has ended: it is for weights that the shared
+memory of a chip holds (`plan` declines others).
 
 `available` is false without Hopper, without NVRTC, or where the driver refuses: the kernels above run then.
 """

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,7 @@ def test_slices_are_added_in_their_tree_and_rounded_before_the_residual(
     stream = numbers(rows, features) * 64
     found = run(variant, tmp_path, [x, weight, *more, *([stream] if residual else [])], rows, features)
     borders = [slices.border(index) for index in range(slices.total + 1)]
-    parts = [in_steps(x[:, a:b], weight[:, a:b]).numpy() for a, b in zip(borders, borders[1:])]
+    parts = [in_steps(x[:, a:b], weight[:, a:b]).numpy() for a, b in pairwise(borders)]
     sums = torch.from_numpy(add_in_tree(parts)) + (more[0].float() if bias else 0.0)
     want = sums.bfloat16()
     assert torch.equal(found, want + stream if residual else want)
@@ -129,7 +130,7 @@ def test_slices_are_added_in_their_tree_and_rounded_before_the_residual(
 def engine_variants() -> list[Variant]:
     """Of Qwen3-0.6B and Qwen2.5-0.5B."""
     found = []
-    for rows in (1, 2, 4, 8):
+    for rows in (1, 8):
         found += [plan(rows, 4096, 1024, None, PROGRAMS, gain=2), plan(rows, 1152, 896, None, PROGRAMS, gain=4),
                   plan(rows, 3072, 1024, None, PROGRAMS, gain=2, gated=True),
                   plan(rows, 1024, 2048, Slices.of_heads(16, 128), PROGRAMS),
