@@ -83,8 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="with --deterministic: GEMMs of up to 8 rows, and those of the table, by kernels that "
                              "prefetch, same bits (default: on)")
     parser.add_argument("--fixed-fusion", action=argparse.BooleanOptionalAction, default=True,
-                        help="with --deterministic: norms, gates and residuals inside GEMMs of up to 8 rows of small "
-                             "models, same bits (default: on)")
+                        help="with --deterministic: norms and gates inside GEMMs of up to 8 rows (default: on)")
     parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
                         help="programmatic dependent launch in decode steps (default: on)")
     parser.add_argument("--pad-mixed", action=argparse.BooleanOptionalAction, default=True,
