@@ -168,7 +168,7 @@ class Moe:
         """stream += self(x)."""
         if stream.owes:
             stream.owe(self(x, ctx))
-        elif self._shared is not None:
+        elif self._shared is not None or stream.rounds:
             stream.add(self(x, ctx))
         else:
             stream.rows = self._chosen(x.normed() if isinstance(x, Unnormed) else x, ctx, stream.rows)

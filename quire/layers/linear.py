@@ -115,6 +115,8 @@ class Linear:
         """stream += x W^T (+ bias)."""
         if stream.owes:
             stream.owe(self._ops.linear(x, self.packed))
+        elif stream.rounds:
+            stream.rows = self._ops.add_linear(x, self.packed, stream.rows)
         else:
             stream.rows = self._ops.linear(x, self.packed, stream.rows)
 
@@ -185,6 +187,8 @@ class SharedLinear(Linear):
     def add_to(self, stream: ResidualStream, x: Tensor, ctx: StepContext | None) -> None:
         if stream.owes:
             stream.owe(self._summed(x, None))
+        elif stream.rounds:
+            stream.add(self._summed(x, None))
         else:
             stream.rows = self._summed(x, stream.rows)
 

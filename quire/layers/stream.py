@@ -34,7 +34,7 @@ Rows = Tensor | Unnormed
 class ResidualStream:
     """`rows` [T, hidden], and maybe a sum that they are still owed. Used up by whoever norms it next."""
 
-    __slots__ = ("_fusable", "_fuses", "_ops", "_owed", "owes", "rows")
+    __slots__ = ("_fusable", "_fuses", "_ops", "_owed", "owes", "rounds", "rows")
 
     def __init__(self, ops: Ops, rows: Tensor, fusable: bool, owed: Tensor | None = None) -> None:
         """`fusable`: every norm that reads it is an RMS norm before a layer's part, so a device may fuse. Rows that
@@ -42,9 +42,11 @@ class ResidualStream:
         fusion = ops.fusion(*rows.shape) if fusable else Fusion.NONE
         self._ops = ops
         self._fusable = fusable
-        self._fuses = fusion is Fusion.NORM_WITH_GEMM
+        self._fuses = fusion in (Fusion.NORM_WITH_GEMM, Fusion.NORM_WITH_ROUNDED_GEMM)
         self.owes = fusion is Fusion.SUM_WITH_NORM
         """A GEMM's result is handed to `owe`; else the GEMM adds `rows` to it, and the sum is the new `rows`."""
+        self.rounds = fusion is Fusion.NORM_WITH_ROUNDED_GEMM
+        """The result is rounded before `rows` are added to it (`Ops.add_linear`, `add`)."""
         self._owed = owed
         self.rows = rows
 

@@ -54,6 +54,8 @@ class Fusion(Enum):
     """The residual stream owes a GEMM's result until the norm that follows adds it (`add_rms_norm`)."""
     NORM_WITH_GEMM = "norm with GEMM"
     """A GEMM adds the residual to its result, and takes the norm before it along (`norm_linear`)."""
+    NORM_WITH_ROUNDED_GEMM = "norm with rounded GEMM"
+    """The same with the bits of `SUM_WITH_NORM`: a GEMM's result is rounded before it is added (`add_linear`)."""
 
 
 class Recorder(Protocol):
@@ -279,6 +281,10 @@ class Ops(AttentionBackend):
         """`gate` of `linear`: in one launch where that is fastest."""
         return self.gate(self.linear(x, w), kind, reader)
 
+    def add_linear(self, x: Tensor, w: Any, rows: Tensor) -> Tensor:
+        """rows + linear(x, w), rounded before the sum and after it; only under `Fusion.NORM_WITH_ROUNDED_GEMM`."""
+        return self.add(rows, self.linear(x, w))
+
     def linear_over_ranks(
         self, x: Tensor, w: Any, ranks: TensorGroup, tree: RankTree, bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
@@ -302,7 +308,8 @@ class Ops(AttentionBackend):
     def norm_linear(
         self, x: Tensor, gain: Tensor, eps: float, w: Any, gated: str | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """linear(rms_norm(x)), and the gated activation `gated` of it; only under `Fusion.NORM_WITH_GEMM`."""
+        """linear(rms_norm(x)), and the gated activation `gated` of it; only where `fusion` says that norms go with
+        GEMMs."""
         found = self.linear(self.rms_norm(x, gain, eps), w, None, None if gated else out)
         if gated is None:
             return found

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.attention.triton import TritonAttention
 from quire.errors import EngineError, UnsupportedModelError
 from quire.kernels import cublas
-from quire.kernels.cuda import wide_gemm
+from quire.kernels.cuda import few_gemm, wide_gemm
 from quire.kernels.kv_spec import KVSpec
 from quire.kernels.quantized import CodedWeight, Rounding, StoredWeight, WeightUse
 from quire.kernels.routing import Clamp, RoutedRows
@@ -48,6 +48,8 @@ _EARLY_ROWS = 512
 _FIXED_HEADS = 8
 _ANY_ROW = (4, 512, 2)
 """Sizes of `linear_row` for a weight of any shape."""
+_MOST_FUSED_WIDTH = 1536
+"""Of a residual stream whose layers `few_gemm` runs in deterministic mode: their weights fit into shared memory."""
 _FEW_ROWS_CHOICE = fixed_table.FixedChoice(fixed_table.PREFETCH)
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
@@ -74,6 +76,7 @@ class TritonOps(Ops):
         pdl: bool = False,
         named_algorithms: bool = True,
         fixed_prefetch: bool = True,
+        fixed_fusion: bool = True,
         rounding: Rounding | None = None,
     ) -> None:
         self.device = torch.device(device)
@@ -89,6 +92,8 @@ class TritonOps(Ops):
         # graph of a step with prompts that was once an error (Gemma-3's shapes, an H200, 2026-11-17). So would another
         # number of heads at once, whose squares are summed otherwise.
         self._fixed_early = self._fixed_prefetch and pdl
+        # Rows for codes are rounded where they are normed, so a model that has codes norms as it does for many rows.
+        self._fuses_few = fixed_fusion and self._fixed_early and few_gemm.available(self.device, dtype)
         self.pdl = pdl = pdl and not deterministic
         self._heads_at_once = _FIXED_HEADS if deterministic else None
         self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
@@ -135,6 +140,7 @@ class TritonOps(Ops):
         self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None,
         use: WeightUse = WeightUse.LAYER,
     ) -> PackedLinear:
+        self._fuses_few = False
         if use is WeightUse.EXPERT:
             packed = device_experts.pack(parts)
             if isinstance(packed, Tensor):
@@ -483,8 +489,10 @@ class TritonOps(Ops):
         return rows if rows is not None else norm.add_rms_norm(x, residual, weight, eps, pdl=self._early(x.shape[0]))
 
     def fusion(self, rows: int, width: int) -> Fusion:
-        few = linear_few.fusion_wins(rows, width) and not self.deterministic
-        return Fusion.NORM_WITH_GEMM if few else Fusion.SUM_WITH_NORM
+        if self.deterministic:
+            few = self._fuses_few and rows <= few_gemm.MOST_ROWS and width <= _MOST_FUSED_WIDTH
+            return Fusion.NORM_WITH_ROUNDED_GEMM if few else Fusion.SUM_WITH_NORM
+        return Fusion.NORM_WITH_GEMM if linear_few.fusion_wins(rows, width) else Fusion.SUM_WITH_NORM
 
     def norm_gain(self, weight: Tensor) -> Tensor:
         """Every program of a fused GEMM reads the whole gain: in the activations' narrower type if that loses nothing,
@@ -502,6 +510,8 @@ class TritonOps(Ops):
         out: Tensor | None = None,
     ) -> Tensor:
         """In one launch where that is fastest."""
+        if self.deterministic:
+            return self._fixed_norm_linear(x, gain, eps, w, gated, out)
         if isinstance(w, QuantizedLinear):
             return self._formats.norm_linear(x, gain, eps, w, gated, out)
         if x.shape[0] > 1:
@@ -524,6 +534,22 @@ class TritonOps(Ops):
             return linear_row(normed, w.weight, w.bias, None, gated=gated, out=out, sizes=sizes, pdl=self.pdl)
         found = self._gemm(choice, normed, w, None, None if gated else out)
         return self.act_mul(found, gated) if gated else found
+
+    def _fixed_norm_linear(
+        self, x: Tensor, gain: Tensor, eps: float, w: DeviceLinear, gated: str | None, out: Tensor | None
+    ) -> Tensor:
+        """The bits of kernels one by one, which run where one for all of it does not."""
+        if out is None and gated in (None, "silu") and w.slices is None:
+            found = few_gemm.linear_few_rows(
+                x, w.weight, w.bias, norm=few_gemm.RowNorm(gain, eps), gated=gated is not None, pdl=self._fixed_early)
+            if found is not None:
+                return found
+        normed = norm.rms_norm(x, gain, eps, pdl=self._fixed_early)
+        return self.linear(normed, w, None, out) if gated is None else self.gated_linear(normed, w, gated)
+
+    def add_linear(self, x: Tensor, w: DeviceLinear, rows: Tensor) -> Tensor:
+        found = few_gemm.linear_few_rows(x, w.weight, w.bias, rows, slices=w.slices, pdl=self._fixed_early)
+        return super().add_linear(x, w, rows) if found is None else found
 
 
 def _named_library(device: torch.device, dtype: torch.dtype) -> cublas.CublasLt | None:

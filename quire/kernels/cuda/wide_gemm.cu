@@ -10,19 +10,10 @@
 // ROW_BLOCKS, FEATURES, CLUSTER_ROWS, CLUSTER_FEATURES, PARTS, STAGES, GATED, ROUNDED (the gate takes sums rounded to
 // bf16, as a kernel of its own would), RESIDUAL, EARLY (started while the previous kernel runs), WATCHED (an endless
 // wait is an error), SLICES, SLICE_TURNS, KEPT (see wide_slices.cu), ORDERED (see wide_multiply.cu), and multiply() and
-// multiply_first(), one tensor core instruction that adds to the sums or begins them. These two files and wide_ring.cu
-// come before this one.
+// multiply_first(), one tensor core instruction that adds to the sums or begins them. These two files, rounding.cu and
+// wide_ring.cu come before this one.
 
 // ---- what becomes of the sums
-
-__device__ __forceinline__ u32 packed(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
-__device__ __forceinline__ float low_of(u32 both) { return __uint_as_float(both << 16); }
-__device__ __forceinline__ float high_of(u32 both) { return __uint_as_float(both & 0xffff0000u); }
 
 // Four neighbouring lanes exchange four words each: lane i's word j becomes lane j's word i.
 __device__ __forceinline__ void exchange(u32 (&words)[4]) {
@@ -91,18 +82,8 @@ struct Output {
     }
 };
 
-__device__ __forceinline__ float rounded(float value) { return low_of(packed(value, value)); }
-
-// ROUNDED: operation by operation what `activation.act_mul` makes of the rounded sums.
 __device__ __forceinline__ float gated(float gate, float up) {
-    if (!ROUNDED) return gate / (1.0f + __expf(-gate)) * up;
-    float product;
-    asm("{\n.reg .f32 a;\n"
-        "sub.f32 a, 0f00000000, %1;\nmul.f32 a, a, 0f3FB8AA3B;\nex2.approx.f32 a, a;\nadd.f32 a, a, 0f3F800000;\n"
-        "div.full.f32 a, %1, a;\nmul.f32 %0, a, %2;\n}"
-        : "=f"(product)
-        : "f"(rounded(gate)), "f"(rounded(up)));
-    return product;
+    return ROUNDED ? rounded_gate(gate, up) : gate / (1.0f + __expf(-gate)) * up;
 }
 
 // Two parts of a cluster halve their sums: this one sends COUNT of them, from SENT on, to the other and adds what comes

@@ -24,9 +24,6 @@ static_assert(FEATURES % 16 == 0 && FEATURES <= 256, "no such tile");
 static_assert(W_PIECE_BYTES % 1024 == 0 && X_PIECE_BYTES % 1024 == 0, "a piece must be whole atoms of the swizzle");
 static_assert(PARTS == 1 || (!GATED && ROW_BLOCKS * SUMS % (4 * PARTS) == 0), "no such share of the sums");
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 struct alignas(64) TensorMap {
     u64 words[16];
 };

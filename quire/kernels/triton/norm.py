@@ -1,4 +1,9 @@
-"""Row normalisations: RMS norm, RMS norm fused with the residual sum before it, layer norm."""
+"""Row normalisations: RMS norm, RMS norm fused with the residual sum before it, layer norm.
+
+The squares of an RMS norm are added in one tree that depends on the columns' number alone, neighbours first, so that a
+GEMM that takes the norm along (`quire.kernels.cuda.few_gemm`) can add them in the same order. Squares of 16-bit numbers
+are exact in float32, so it does not matter which of them a compiler fuses with an addition.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,16 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+@triton.jit
+def _neighbours_first(values, SIZE: tl.constexpr):
+    """The sum of SIZE numbers, a power of two: each with its neighbour, then each of these sums with its neighbour."""
+    left: tl.constexpr = SIZE // 2
+    if left > 1:
+        return _neighbours_first(tl.sum(tl.reshape(values, [left, 2]), axis=1), left)
+    else:
+        return tl.sum(values, axis=0)
 
 
 @triton.jit
@@ -36,7 +51,8 @@ def _rms_norm_kernel(
         tl.store(residual + row * HIDDEN + columns, values, mask=inside)
     # The norm is of the stored sum, rounded, so that fused and separate give the same bits.
     values = values.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, axis=0) / HIDDEN + eps)
+    mean: tl.constexpr = 1.0 / HIDDEN
+    scale = tl.rsqrt(tl.fma(_neighbours_first(values * values, BLOCK), mean, eps))
     tl.store(out + row * HIDDEN + columns, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 

@@ -43,6 +43,9 @@ class DeviceOptions:
     fixed_prefetch: bool = True
     """With `deterministic`, on Hopper: GEMMs by the kernels that `kernels.triton.fixed_table` names, with the same
     bits; those it does not know by `kernels.triton.fixed_prefetch` up to 8 rows."""
+    fixed_fusion: bool = True
+    """With `deterministic` and `fixed_prefetch`, on Hopper: norms, gates and residuals of small models inside GEMMs of
+    up to 8 rows (`kernels.cuda.few_gemm`), with the same bits."""
     fuse_rope: bool = True
     """Norm, rotation and KV write run inside decode attention; never in steps with drafts, whose queries see keys of
     other rows of the step."""

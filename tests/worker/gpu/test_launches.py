@@ -179,7 +179,7 @@ def test_a_step_with_many_keys_is_launched_as_one_but_not_of_a_draft_model(
     assert [long for _, _, long in asked] == [True, False, False]
 
 
-def test_deterministic_steps_are_never_fused_with_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_steps_are_not_fused_with_gemms_without_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows in (1, 4):
         launched, _ = decode(worker_of(monkeypatch, QWEN3, deterministic=True), rows)
         assert [name for name in launched if name != "copy"] == [
