@@ -65,8 +65,9 @@ _CODES_TILES_KERNEL = "codes_tiles"
 _CODES_RINGS = ((4, 2, 1), (3, 2, 1), (5, 1, 1))
 """Of codes that the table leaves to tiles or to a ring which cannot multiply them: those in groups of 32 columns, or of
 columns that are no whole number of the ring's turns."""
-_SMALL = 4 << 20
-"""Weights of a matrix up to which no ring is worth its beginning and end for few rows."""
+_SMALL, _NARROW = 8 << 20, 1536
+"""Weights of a matrix, and columns of it, up to which no ring is worth its beginning and end for one row (H200,
+2026-11-18, groups of 32 columns: 960 x 576 2.1 us, the ring 3.2; 576 x 1,536 3.3 and 3.7; 1,024 x 2,048 5.6 and 4.1)."""
 INT8_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (1 << 62, (128, 256, 128, 8, 3)))
 """Up to so many rows: the tile of an int8 GEMM. Not timed yet."""
 
@@ -297,13 +298,14 @@ class DeviceFormats:
         return w.packed, sizes, apart
 
     def _few_codes(self, x: Tensor, w: CodesLinear, gated: bool = False) -> linear_codes.PackedCodes | None:
-        """A weight of 4-bit codes that few rows are multiplied with without tensor cores: a small one, or any where
-        there are no rings. None where that should not run."""
+        """A weight of 4-bit codes that is multiplied without tensor cores: a small one by one row, or any by few rows
+        where there are no rings. None where that should not run."""
         packed = w.packed
         if self._deterministic or not isinstance(packed, linear_codes.PackedCodes):
             return None
-        small = self._scratch is None or packed.features * packed.width <= _SMALL
-        return packed if small and codes_few.fits(x.shape[0], packed, gated) else None
+        small = x.shape[0] == 1 and packed.features * packed.width <= _SMALL and packed.width <= _NARROW
+        few = (small or self._scratch is None) and codes_few.fits(x.shape[0], packed, gated)
+        return packed if few else None
 
     def _bytes_row(
         self, x: Tensor, w: BytesLinear, residual: Tensor | None = None, *, gain: Tensor | None = None,

@@ -1,8 +1,8 @@
 """Row normalisations: RMS norm, RMS norm fused with the residual sum before it, layer norm.
 
-The squares of an RMS norm are added in one tree that depends on the columns' number alone, neighbours first, so that a
-GEMM that takes the norm along (`quire.kernels.cuda.few_gemm`) can add them in the same order. Squares of 16-bit numbers
-are exact in float32, so it does not matter which of them a compiler fuses with an addition.
+Of up to 2,048 columns the squares of an RMS norm are added in one tree that depends on the columns' number alone,
+neighbours first, so that a GEMM that takes the norm along (`quire.kernels.cuda.few_gemm`) can add them in the same order.
+Squares of 16-bit numbers are exact in float32, so it does not matter which of them a compiler fuses with an addition.
 """
 
 from __future__ import annotations
@@ -51,8 +51,12 @@ def _rms_norm_kernel(
         tl.store(residual + row * HIDDEN + columns, values, mask=inside)
     # The norm is of the stored sum, rounded, so that fused and separate give the same bits.
     values = values.to(tl.float32)
+    if BLOCK <= 2048:
+        total = _neighbours_first(values * values, BLOCK)
+    else:
+        total = tl.sum(values * values, axis=0)
     mean: tl.constexpr = 1.0 / HIDDEN
-    scale = tl.rsqrt(tl.fma(_neighbours_first(values * values, BLOCK), mean, eps))
+    scale = tl.rsqrt(tl.fma(total, mean, eps))
     tl.store(out + row * HIDDEN + columns, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 

@@ -19,6 +19,7 @@ from quire.kernels.triton.gemm_table import GemmChoice
 from quire.kernels.triton.linear_codes import PackedCodes, pack, unpacked
 from quire.kernels.triton.linear_prefetch import PrefetchScratch
 from quire.kernels.triton.norm import rms_norm_reference
+from quire.ops import device_formats
 from quire.ops.triton import TritonOps
 from tests.kernels.triton import ptx
 from tests.kernels.triton.gluon_interpreter import interpreting
