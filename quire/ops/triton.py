@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.attention.triton import TritonAttention
 from quire.errors import EngineError, UnsupportedModelError
 from quire.kernels import cublas
-from quire.kernels.cuda import few_gemm, wide_gemm
+from quire.kernels.cuda import fixed_few, wide_gemm
 from quire.kernels.kv_spec import KVSpec
 from quire.kernels.quantized import CodedWeight, Rounding, StoredWeight, WeightUse
 from quire.kernels.routing import Clamp, RoutedRows
@@ -49,7 +49,7 @@ _FIXED_HEADS = 8
 _ANY_ROW = (4, 512, 2)
 """Sizes of `linear_row` for a weight of any shape."""
 _MOST_FUSED_WIDTH = 1536
-"""Of a residual stream whose layers `few_gemm` runs in deterministic mode: their weights fit into shared memory."""
+"""Of a residual stream whose layers `fixed_few` runs in deterministic mode: their weights fit into shared memory."""
 _FEW_ROWS_CHOICE = fixed_table.FixedChoice(fixed_table.PREFETCH)
 KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}
 
@@ -93,7 +93,7 @@ class TritonOps(Ops):
         # number of heads at once, whose squares are summed otherwise.
         self._fixed_early = self._fixed_prefetch and pdl
         # Rows for codes are rounded where they are normed, so a model that has codes norms as it does for many rows.
-        self._fuses_few = fixed_fusion and self._fixed_early and few_gemm.available(self.device, dtype)
+        self._fuses_few = fixed_fusion and self._fixed_early and fixed_few.available(self.device, dtype)
         self.pdl = pdl = pdl and not deterministic
         self._heads_at_once = _FIXED_HEADS if deterministic else None
         self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
@@ -490,7 +490,7 @@ class TritonOps(Ops):
 
     def fusion(self, rows: int, width: int) -> Fusion:
         if self.deterministic:
-            few = self._fuses_few and rows <= few_gemm.MOST_ROWS and width <= _MOST_FUSED_WIDTH
+            few = self._fuses_few and rows <= fixed_few.MOST_ROWS and width <= _MOST_FUSED_WIDTH
             return Fusion.NORM_WITH_ROUNDED_GEMM if few else Fusion.SUM_WITH_NORM
         return Fusion.NORM_WITH_GEMM if linear_few.fusion_wins(rows, width) else Fusion.SUM_WITH_NORM
 
@@ -540,15 +540,15 @@ class TritonOps(Ops):
     ) -> Tensor:
         """The bits of kernels one by one, which run where one for all of it does not."""
         if out is None and gated in (None, "silu") and w.slices is None:
-            found = few_gemm.linear_few_rows(
-                x, w.weight, w.bias, norm=few_gemm.RowNorm(gain, eps), gated=gated is not None, pdl=self._fixed_early)
+            found = fixed_few.linear_few_rows(
+                x, w.weight, w.bias, norm=fixed_few.RowNorm(gain, eps), gated=gated is not None, pdl=self._fixed_early)
             if found is not None:
                 return found
         normed = norm.rms_norm(x, gain, eps, pdl=self._fixed_early)
         return self.linear(normed, w, None, out) if gated is None else self.gated_linear(normed, w, gated)
 
     def add_linear(self, x: Tensor, w: DeviceLinear, rows: Tensor) -> Tensor:
-        found = few_gemm.linear_few_rows(x, w.weight, w.bias, rows, slices=w.slices, pdl=self._fixed_early)
+        found = fixed_few.linear_few_rows(x, w.weight, w.bias, rows, slices=w.slices, pdl=self._fixed_early)
         return super().add_linear(x, w, rows) if found is None else found
 
 

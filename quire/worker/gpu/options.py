@@ -45,7 +45,7 @@ class DeviceOptions:
     bits; those it does not know by `kernels.triton.fixed_prefetch` up to 8 rows."""
     fixed_fusion: bool = True
     """With `deterministic` and `fixed_prefetch`, on Hopper: norms, gates and residuals of small models inside GEMMs of
-    up to 8 rows (`kernels.cuda.few_gemm`), with the same bits."""
+    up to 8 rows (`kernels.cuda.fixed_few`), with the same bits."""
     fuse_rope: bool = True
     """Norm, rotation and KV write run inside decode attention; never in steps with drafts, whose queries see keys of
     other rows of the step."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda import few_gemm
+from quire.kernels.cuda import fixed_few
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.triton import activation, linear_fixed, norm
 from quire.models.build import build_decoder, dummy_weights
@@ -35,7 +35,7 @@ class OneByOne:
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *,
-        slices: Any = None, norm: few_gemm.RowNorm | None = None, gated: bool = False, pdl: bool = False,
+        slices: Any = None, norm: fixed_few.RowNorm | None = None, gated: bool = False, pdl: bool = False,
     ) -> Tensor | None:
         self.asked.append("gate" if gated else "norm" if norm else "sum")
         if self.declines:
@@ -46,7 +46,7 @@ class OneByOne:
         return found if residual is None else residual + found
 
 
-def _normed(x: Tensor, wanted: few_gemm.RowNorm) -> Tensor:
+def _normed(x: Tensor, wanted: fixed_few.RowNorm) -> Tensor:
     return norm.rms_norm(x, wanted.gain, wanted.eps)
 
 
@@ -64,7 +64,7 @@ def test_a_row_has_the_same_bits_alone_and_among_many(
 ) -> None:
     """A step of one row is fused, one of ten rows is not, nor is the other engine's."""
     kernel = OneByOne(declines)
-    monkeypatch.setattr(few_gemm, "linear_few_rows", kernel)
+    monkeypatch.setattr(fixed_few, "linear_few_rows", kernel)
     fused, plain = driver_of(config, True), driver_of(config, False)
     with torch.inference_mode():
         for driver in (fused, plain):

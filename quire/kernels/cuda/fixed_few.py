@@ -1,5 +1,5 @@
 """GEMMs of up to eight rows in deterministic mode on Hopper, with the norm before them or the residual after them
-(`few_gemm.cu`): the bits of the kernels that many rows have.
+(`fixed_few.cu`): the bits of the kernels that many rows have.
 
 Those are `norm.rms_norm`, `linear_fixed`, `activation.act_mul`, and the sum of a rounded result and the residual that
 `norm.add_rms_norm` begins with. A step of one row has nine kernels a layer with them, and five with this one. Each
@@ -36,7 +36,7 @@ _MOST_BLOCKS = 2
 """Of a multiprocessor: where there are more, kernels with a ring of shared memory are better."""
 _MOST_SLICES, _NORM_WARPS = 16, 8
 _HOPPER = 9
-_FILES = ("rounding.cu", "few_parts.cu", "few_gemm.cu")
+_FILES = ("rounding.cu", "fixed_few_parts.cu", "fixed_few.cu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _loaded(variant: Variant, device: int) -> Kernel | None:
     with torch.cuda.device(device):
         torch.empty(1, device="cuda")  # the driver needs torch's context, which is made with the first tensor
         try:
-            return Kernel(nvrtc.compiled(variant.source(), OPTIONS), "few_gemm", variant.shared)
+            return Kernel(nvrtc.compiled(variant.source(), OPTIONS), "fixed_few", variant.shared)
         except nvrtc.Missing:
             return None
         except (nvrtc.CompileError, DriverError, OSError) as error:

@@ -1,4 +1,4 @@
-// few_gemm.cu on this machine: its threads take turns, its shared memory is an array, and what it needs of the chip is
+// fixed_few.cu on this machine: its threads take turns, its shared memory is an array, and what it needs of the chip is
 // written out. A product instruction adds 16 products and the sum before exactly, and rounds once.
 // Reads x, weight, gain, bias, residual (bf16, but a gain of NORM == 4) from stdin, writes the output.
 #include <ucontext.h>
@@ -155,7 +155,7 @@ static float eps;
 static int num_rows, features;
 
 static void run_thread() {
-    few_gemm(x, weight, gain, bias, residual, out, eps, num_rows, features);
+    fixed_few(x, weight, gain, bias, residual, out, eps, num_rows, features);
     ended[threadIdx.x] = true;
     swapcontext(&contexts[threadIdx.x], &scheduler);
 }

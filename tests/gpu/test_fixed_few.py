@@ -12,7 +12,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
-    from quire.kernels.cuda.few_gemm import MOST_ROWS, RowNorm, available, linear_few_rows
+    from quire.kernels.cuda.fixed_few import MOST_ROWS, RowNorm, available, linear_few_rows
     from quire.kernels.slices import Slices
     from quire.kernels.triton import activation, linear_fixed, norm
 

@@ -1,4 +1,4 @@
-"""The GEMM of few rows in CUDA C (`few_gemm.cu`), without a GPU: compiled for this machine and run there thread by
+"""The GEMM of few rows in CUDA C (`fixed_few.cu`), without a GPU: compiled for this machine and run there thread by
 thread, compared bit by bit with norms, sums in steps of 16 columns, trees, gates and residuals one after another; and
 compiled for Hopper, where the compiler must find registers."""
 
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cuda import nvrtc
-from quire.kernels.cuda.few_gemm import OPTIONS, Variant, plan
+from quire.kernels.cuda.fixed_few import OPTIONS, Variant, plan
 from quire.kernels.slices import Slices, add_in_tree
 
 PROGRAMS = 132
 EPS = 1e-6
-HARNESS = Path(__file__).with_name("few_gemm_harness.cpp")
+HARNESS = Path(__file__).with_name("fixed_few_harness.cpp")
 
 
 def run(variant: Variant, folder: Path, tensors: list[Tensor], rows: int, features: int) -> Tensor:

@@ -1,4 +1,4 @@
-// What few_gemm.cu needs of the chip: barriers, copies, one tensor core instruction. Its test puts others in their place.
+// What fixed_few.cu needs of the chip: barriers, copies, one tensor core instruction. Its test puts others in their place.
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return (u32)__cvta_generic_to_shared(pointer);

@@ -10,9 +10,9 @@
 // **Roundings** are those of kernels one by one: the norm's rows, a GEMM's result before its gate or before a residual is
 // added.
 //
-// Compiled at run time (few_gemm.py). Defined in front of this file: ROWS, WIDTH, SLICES, TILES (tiles of a thread block
+// Compiled at run time (fixed_few.py). Defined in front of this file: ROWS, WIDTH, SLICES, TILES (tiles of a thread block
 // where there are no slices), NORM (bytes of a number of its gain, 0: none), GATED, BIAS, RESIDUAL, EARLY (started while
-// the previous kernel runs), WATCHED, THREADS. rounding.cu and few_parts.cu come before it.
+// the previous kernel runs), WATCHED, THREADS. rounding.cu and fixed_few_parts.cu come before it.
 
 constexpr int TILE = 8, SEGMENT = 256;  // features of a warp; columns that a warp norms, or waits for, at once
 constexpr int LINES = GATED ? 2 * TILE : TILE;  // rows of the weight that a warp multiplies with
@@ -245,7 +245,7 @@ __device__ __forceinline__ void store_slices(const float (&sums)[LINES / TILE][4
 
 // `features` are those of the output: with a gate half of the weight's rows.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    few_gemm(const u16* x, const u16* weight, const void* gain, const u16* bias, const u16* residual, u16* out,
+    fixed_few(const u16* x, const u16* weight, const void* gain, const u16* bias, const u16* residual, u16* out,
              float eps, int num_rows, int features) {
     extern __shared__ __align__(16) unsigned char memory[];
     Shared shared{memory, shared_address(memory)};
