@@ -1,0 +1,89 @@
+"""GEMMs of up to eight rows in CUDA C without a GPU: run by an emulated block, and compiled for the chip."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.cuda import few_gemm, nvrtc
+from quire.kernels.cuda.few_gemm import OPTIONS, FewShape, Variant, can_compute
+from quire.kernels.triton.linear_few import linear_reference
+
+FOLDER = Path(__file__).parent
+SOURCES = Path(few_gemm.__file__).parent
+MAIN = """
+int main() {{
+    static u16 weight[{features} * {width}], x[{rows} * {width}], gain[{width}], residual[{rows} * {outputs}];
+    static u16 out[{rows} * {outputs}];
+    static float4 partial[{features} / 16 * PARTS * 32];
+    static int arrived[{features} / 16];
+    for (auto& [place, size] : std::initializer_list<std::pair<void*, size_t>>{{
+             {{weight, sizeof(weight)}}, {{x, sizeof(x)}}, {{gain, sizeof(gain)}}, {{residual, sizeof(residual)}}}})
+        if (fread(place, 1, size, stdin) != size) return 2;
+    results = x, results_end = x + {rows} * {width};
+    run_blocks({blocks}, [&] {{
+        few_gemm(weight, x, gain, residual, out, partial, arrived, 1e-5f, {rows}, {outputs}, {width});
+    }});
+    for (int each : arrived) if (each) return 3;
+    if (launched == 0) return 4;
+    fwrite(out, sizeof(out), 1, stdout);
+}}
+"""
+
+
+def emulated(variant: Variant, x: Tensor, weight: Tensor, gain: Tensor, residual: Tensor, blocks: int,
+             folder: Path) -> Tensor:  # fmt: skip
+    (rows, width), outputs = x.shape, weight.shape[0] // (2 if variant.gated else 1)
+    defined, _, _ = variant.source().partition("//")
+    common = (SOURCES / "common.cu").read_text()
+    exchange = common[common.index("// Four neighbouring lanes") :]
+    kernel = (SOURCES / "few_gemm.cu").read_text().replace("extern __shared__ uint4 dynamic[];", "")
+    main = MAIN.format(rows=rows, width=width, features=weight.shape[0], outputs=outputs, blocks=blocks)
+    source, program = folder / "few.cpp", folder / "few"
+    source.write_text("\n".join([defined, f'#include "{FOLDER / "emulated.h"}"', exchange, kernel, main]))
+    command = ["g++", "-std=c++20", "-O1", "-pthread", "-o", str(program), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    given = b"".join(each.view(torch.int16).numpy().tobytes() for each in (weight, x, gain, residual))
+    ran = subprocess.run([program], input=given, capture_output=True)
+    assert ran.returncode == 0, (ran.returncode, ran.stderr)
+    return torch.frombuffer(bytearray(ran.stdout), dtype=torch.bfloat16).view(rows, outputs)
+
+
+def numbers(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize(
+    ("rows", "features", "width", "shape", "more", "blocks"),
+    [
+        (5, 80, 1024, FewShape(2, 3), {}, 2),  # five tiles: three and two; four steps in two chunks
+        (8, 48, 512, FewShape(1, 2), {"residual": True}, 1),
+        (3, 64, 512, FewShape(2, 2), {"norm": True}, 3),
+        (6, 96, 1024, FewShape(4, 2, late=0), {"norm": True, "gated": True}, 2),
+        (1, 64, 256, FewShape(1, 4), {"gated": True}, 1),
+        (7, 64, 1536, FewShape(1, 3, 3), {"residual": True}, 6),  # parts that meet
+    ],
+)
+def test_an_emulated_block_computes_the_gemm(
+    rows: int, features: int, width: int, shape: FewShape, more: dict[str, bool], blocks: int, tmp_path: Path
+) -> None:
+    variant = Variant(shape, shape.steps(width), early=True, **more)
+    assert can_compute(rows, features, width, shape, variant.norm, variant.gated)
+    x, weight, gain = numbers(rows, width), numbers(features, width, seed=1) / width**0.5, numbers(width, seed=2)
+    residual = numbers(rows, features // (2 if variant.gated else 1), seed=3)
+    got = emulated(variant, x, weight, gain, residual, blocks, tmp_path)
+    want = linear_reference(
+        x.float(), weight.float(), None, residual.float() if variant.residual else None,
+        norm=gain.float() if variant.norm else None, eps=1e-5, gated="silu" if variant.gated else None)
+    torch.testing.assert_close(got.float(), want, rtol=0.02, atol=0.02)
