@@ -130,6 +130,7 @@ __device__ __forceinline__ u32 normed(u32 word, u32 gain, float& square) {
 
 // They do not depend on the previous kernel.
 __device__ __forceinline__ void load_gains(const Numbers& numbers, Memory& memory) {
+#pragma unroll 1
     for (int place = threadIdx.x; place < COLUMNS / 8; place += 32 * WARPS)
         memory.gains[place] = load_words(numbers.gain + 8 * place);
 }

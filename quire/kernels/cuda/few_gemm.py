@@ -4,8 +4,8 @@ One row has kernels of its own, in which many small programs come and go: the ne
 before this one's have all come. For a few rows that took a ring in shared memory, which filled a multiprocessor, so
 that memory rested between two GEMMs. Here the ring is half as large, and the rows stay in registers.
 
-`available` is false without Hopper, without NVRTC, or where the driver refuses: other kernels run then. The reference is
-`linear_few.linear_reference`.
+`available` is false without Hopper, without NVRTC, or where the driver refuses: other kernels run then. The reference
+is `linear_few.linear_reference`.
 """
 
 from __future__ import annotations

@@ -43,6 +43,9 @@ class DeviceOptions:
     fixed_prefetch: bool = True
     """With `deterministic`, on Hopper: GEMMs by the kernels that `kernels.triton.fixed_table` names, with the same
     bits; those it does not know by `kernels.triton.fixed_prefetch` up to 8 rows."""
+    few_rows: bool = True
+    """On Hopper: GEMMs of 2 to 8 rows by `kernels.cuda.few_gemm`, with norm, gate and residual, where the GEMM table
+    has their weight."""
     fuse_rope: bool = True
     """Norm, rotation and KV write run inside decode attention; never in steps with drafts, whose queries see keys of
     other rows of the step."""

@@ -550,5 +550,6 @@ def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype
         pdl=options.launch_early,
         named_algorithms=options.named_algorithms,
         fixed_prefetch=options.fixed_prefetch,
+        few_rows=options.few_rows,
         rounding=options.rounding,
     )

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from quire.bench.gpu import tune_few
 from quire.kernels.cuda import few_gemm, nvrtc
 from quire.kernels.cuda.few_gemm import OPTIONS, FewShape, Variant, can_compute
 from quire.kernels.triton.linear_few import linear_reference
@@ -87,3 +86,51 @@ def test_an_emulated_block_computes_the_gemm(
         x.float(), weight.float(), None, residual.float() if variant.residual else None,
         norm=gain.float() if variant.norm else None, eps=1e-5, gated="silu" if variant.gated else None)
     torch.testing.assert_close(got.float(), want, rtol=0.02, atol=0.02)
+
+
+def test_what_has_no_kernel_is_refused() -> None:
+    assert can_compute(8, 6144, 4096, FewShape(), norm=True)
+    assert not can_compute(9, 6144, 4096, FewShape())
+    assert not can_compute(8, 6136, 4096, FewShape())  # half a tile
+    assert not can_compute(8, 6144, 4352, FewShape())  # 17 steps
+    assert not can_compute(8, 6144, 4100, FewShape())  # no whole steps
+    assert not can_compute(8, 4096, 12_288, FewShape(parts=3), norm=True)  # a part does not know the norm
+    assert not can_compute(8, 6144, 4096, FewShape(4, 4))  # two rings do not fit
+
+
+def test_every_candidate_can_compute_its_gemm() -> None:
+    for sizes in tune_few.SETS.values():
+        for name, size in tune_few.gemms().items():
+            what = tune_few.fused(name)
+            shape = FewShape.of(tune_few.sizes_of(name, sizes))
+            assert can_compute(8, *size, shape, what["norm"], what["gated"]), (name, sizes)
+
+
+def compile_with(nvcc: str, index: int, variant: Variant, folder: Path) -> str:
+    source = folder / f"few{index}.cu"
+    source.write_text(variant.source())
+    command = [nvcc, "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", str(source) + "bin", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_no_candidate_spills_registers(tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    variants = sorted({each for each in tune_few.variants(list(tune_few.SETS)) if not each.watched}, key=repr)
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(lambda each: compile_with(nvcc, *each, tmp_path), enumerate(variants)))
+    for variant, text in zip(variants, said, strict=True):
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, f"{variant}: {text}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed for tests on Linux")
+def test_the_compiler_that_engines_have_takes_every_kind_of_kernel() -> None:
+    library = nvrtc._library()
+    assert library is not None
+    few = {(each.norm, each.gated, each.shape.parts, each.shape.late): each
+           for each in tune_few.variants(list(tune_few.SETS))}  # fmt: skip
+    for variant in few.values():
+        assert nvrtc._compile(library, variant.source(), OPTIONS)
