@@ -1,20 +1,23 @@
 """Times GEMMs of up to eight rows whose rows stay in registers (`quire.kernels.cuda.few_gemm`) against those in use.
 
-    python -m quire.bench.gpu.tune_few [--rows 5 8] [--sets NAME ...]
+    python -m quire.bench.gpu.tune_few [--rows 8 5] [--sets NAME ...] [--write TABLE]
 
 A set of sizes has some for each of a layer's four GEMMs. Every GEMM is first compared with float32, then timed by
 itself (with its norm, gate or residual), then all of a layer one after another as a decode step has them, but for
 attention: there it counts how soon a kernel gets its weights while the one before ends. All are timed in turns.
+`--write` puts the set with the fastest layer (at the first number of rows) into a GEMM table.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from quire.bench.gpu.cases import READ_BANDWIDTH
@@ -88,7 +91,7 @@ class Layers:
         from quire.ops.triton import TritonOps
 
         torch.manual_seed(rows)
-        self.rows, self.ops = rows, TritonOps("cuda", torch.bfloat16, pdl=True)
+        self.rows, self.ops = rows, TritonOps("cuda", torch.bfloat16, pdl=True, few_rows=False)
         self.scratch = PrefetchScratch.allocate("cuda")
         sizes = gemms()
         self.packed = [
@@ -156,7 +159,8 @@ class Layers:
         return self.ops.norm_linear(self.ops.linear(inner, packed["down"], rows), self.gain, _EPS, packed["qkv"])
 
 
-def report(rows: int, sets: list[str]) -> None:
+def report(rows: int, sets: list[str]) -> str:
+    """The fastest: a set's name, or "now"."""
     from quire.bench.gpu.tune import graphs_seconds
 
     layers = Layers(rows)
@@ -167,9 +171,9 @@ def report(rows: int, sets: list[str]) -> None:
         right += [] if faults else [each]
     ways: dict[str, Sizes | None] = {"now": None, **{each: SETS[each] for each in right}}
 
-    def timed(call: Callable[[Sizes | None, int], Any]) -> str:
+    def timed(call: Callable[[Sizes | None, int], Any]) -> dict[str, float]:
         seconds = graphs_seconds([[partial(call, way, index) for index in range(_COPIES)] for way in ways.values()], 15)
-        return ", ".join(f"{name} {1e6 * value:.1f}" for name, value in zip(ways, seconds, strict=True))
+        return {name: round(1e6 * value, 1) for name, value in zip(ways, seconds, strict=True)}
 
     for name, (features, width) in gemms().items():
 
@@ -183,17 +187,36 @@ def report(rows: int, sets: list[str]) -> None:
         print(f"{rows} rows {name} (limit {limit:.1f} us): {timed(gemm)}", flush=True)
     one = graphs_seconds([[partial(layers.one_row, index) for index in range(_COPIES)]], 15)[0]
     limit = sum(2e6 * features * width for features, width in weights_of().values()) / READ_BANDWIDTH
-    print(f"{rows} rows layer (limit {limit:.1f} us, one row {1e6 * one:.1f}): {timed(layers.layer)}", flush=True)
+    found = timed(layers.layer)
+    print(f"{rows} rows layer (limit {limit:.1f} us, one row {1e6 * one:.1f}): {found}", flush=True)
+    return min(found, key=lambda name: found[name])
+
+
+def write_best(path: str, best: str) -> None:
+    """Other sizes for the GEMMs that the table has for this kernel."""
+    from quire.bench.gpu.tune import write
+    from quire.kernels.triton.gemm_table import FEW
+
+    if best == "now":
+        print("no set is faster than what runs now: the table stays as it was", flush=True)
+        return
+    entries = json.loads(Path(path).read_text(encoding="utf-8"))["gemms"]
+    chunk, stages, _, *more = SETS[best]
+    write(path, [{**entry, "sizes": [chunk, stages, entry["sizes"][2], *more]} for entry in entries
+                 if entry["form"].startswith(FEW)])  # fmt: skip
+    print(f"{path} has the sizes of: {best}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[5, 8])
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 5])
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
+    parser.add_argument("--write", metavar="TABLE", help="a GEMM table that gets the fastest set's sizes")
     args = parser.parse_args()
     compile_all(args.sets)
-    for rows in args.rows:
-        report(rows, args.sets)
+    best = [report(rows, args.sets) for rows in args.rows]
+    if args.write:
+        write_best(args.write, best[0])
     return 0
 
 

@@ -144,11 +144,12 @@ def fits(
     """Whether the kernel can multiply these."""
     given = (x, weight) if norm is None else (x, weight, norm)
     known = all(each.dtype == torch.bfloat16 and each.is_contiguous() and each.data_ptr() % 16 == 0 for each in given)
-    tiles = weight.shape[0] // _TILE
+    features, width = weight.shape
+    tiles = features // _TILE
     parted = shape.parts == 1 or (
         scratch is not None and tiles <= scratch.arrived.numel()
         and tiles * shape.parts * _TILE * MOST_ROWS <= scratch.partial.numel())
-    return known and parted and can_compute(x.shape[0], *weight.shape, shape, norm is not None, gated)
+    return known and parted and can_compute(x.shape[0], features, width, shape, norm is not None, gated)
 
 
 def linear_few_rows(
@@ -175,7 +176,8 @@ def linear_few_rows(
         return None
     if out is None:
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
-    given = (weight, x, norm, residual, out, scratch and scratch.partial, scratch and scratch.arrived)
+    joined = (None, None) if scratch is None else (scratch.partial, scratch.arrived)
+    given = (weight, x, norm, residual, out, *joined)
     groups = min(multiprocessors(x.device) * shape.launched // shape.parts, weight.shape[0] // _TILE)
     kernel(
         Launch(groups * shape.parts, 1, _THREADS, pdl),
