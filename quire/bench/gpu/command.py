@@ -84,6 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              "prefetch, same bits (default: on)")
     parser.add_argument("--fixed-fusion", action=argparse.BooleanOptionalAction, default=True,
                         help="with --deterministic: norms and gates inside GEMMs of up to 8 rows (default: on)")
+    parser.add_argument("--few-rows", action=argparse.BooleanOptionalAction, default=True,
+                        help="GEMMs of 2 to 8 rows with norm, gate and residual in them (default: on)")
     parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
                         help="programmatic dependent launch in decode steps (default: on)")
     parser.add_argument("--pad-mixed", action=argparse.BooleanOptionalAction, default=True,
@@ -225,6 +227,7 @@ def _options(
         named_algorithms=args.named_algorithms,
         fixed_prefetch=args.fixed_prefetch,
         fixed_fusion=args.fixed_fusion,
+        few_rows=args.few_rows,
         rounding=_rounding(args),
     )
 
@@ -325,7 +328,7 @@ def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.N
         "options": {name: getattr(args, name) for name in ("depth", "block_size", "dtype", "kv_cache_dtype",
                                                            "quantization",
                                                            "enforce_eager", "deterministic", "fixed_prefetch",
-                                                           "fixed_fusion", "launch_early",
+                                                           "fixed_fusion", "few_rows", "launch_early",
                                                            "named_algorithms", "max_num_batched_tokens",
                                                            "fuse_rope", "prompt_rows", "pad_mixed")},
     }
