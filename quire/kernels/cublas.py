@@ -218,3 +218,11 @@ def _check(status: int) -> None:
     if status != 0:
         said = "CUBLAS_STATUS_ALLOC_FAILED" if status == _ALLOC_FAILED else f"status {status}"
         raise RuntimeError(f"cuBLASLt answered with {said}")
+
+
+def named_library(device: torch.device, dtype: torch.dtype, known: int) -> CublasLt | None:
+    """The library, if it is the version `known`, whose algorithms a table names, on a chip of the kind that they are
+    for."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or not known or version() != known:
+        return None
+    return CublasLt(device, dtype) if torch.cuda.get_device_capability(device)[0] == 9 else None

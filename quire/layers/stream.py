@@ -90,4 +90,4 @@ class ResidualStream:
 
     def copied(self) -> Tensor:
         """As `settled`, in memory of its own."""
-        return self.rows.clone() if self._owed is None else self.rows + self._owed
+        return self.rows.clone() if self._owed is None else self._ops.add(self.rows, self._owed)

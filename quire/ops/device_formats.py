@@ -67,7 +67,7 @@ _CODES_RINGS = ((4, 2, 1), (3, 2, 1), (5, 1, 1))
 columns that are no whole number of the ring's turns."""
 _SMALL, _NARROW = 8 << 20, 1536
 """Weights of a matrix, and columns of it, up to which no ring is worth its beginning and end for one row (H200,
-2026-11-18, groups of 32 columns: 960 x 576 2.1 us, the ring 3.2; 576 x 1,536 3.3 and 3.7; 1,024 x 2,048 5.6 and 4.1)."""
+2026-11-18, groups of 32: 960 x 576 in 2.1 us, by the ring 3.2; 576 x 1,536 3.3 and 3.7; 1,024 x 2,048 5.6 and 4.1)."""
 INT8_TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 64, 128, 4, 4)), (1 << 62, (128, 256, 128, 8, 3)))
 """Up to so many rows: the tile of an int8 GEMM. Not timed yet."""
 

@@ -22,6 +22,7 @@ from quire.kernels.triton import (
     activation,
     all_head_norm,
     copy,
+    features,
     fixed_table,
     fixed_tiles,
     gemm_table,
@@ -97,7 +98,8 @@ class TritonOps(Ops):
         self._fuses_few = fixed_fusion and self._fixed_early and fixed_few.available(self.device, dtype)
         self.pdl = pdl = pdl and not deterministic
         self._heads_at_once = _FIXED_HEADS if deterministic else None
-        self._library = _named_library(self.device, dtype) if named_algorithms and not deterministic else None
+        self._library = cublas.named_library(self.device, dtype, gemm_table.library_version()) if (
+            named_algorithms and not deterministic) else None
         self._parts = linear_prefetch.PrefetchScratch.allocate(self.device) if prefetch else None
         self._few_rows = few_rows and prefetch and not deterministic and few_gemm.available(self.device, dtype)
         self._only_floats = True
@@ -511,6 +513,10 @@ class TritonOps(Ops):
         rows = self._formats.norm_for(x, residual, weight, eps, reader)
         return rows if rows is not None else norm.add_rms_norm(x, residual, weight, eps, pdl=self._early(x.shape[0]))
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        whole = x.dtype == y.dtype and x.is_contiguous() and y.is_contiguous()
+        return features.add_rows(x, y, pdl=True) if whole and self.pdl and x.shape[0] <= _EARLY_ROWS else x + y
+
     def fusion(self, rows: int, width: int) -> Fusion:
         if self.deterministic:
             few = self._fuses_few and self._only_floats and rows <= fixed_few.MOST_ROWS and width <= _MOST_FUSED_WIDTH
@@ -587,13 +593,3 @@ class TritonOps(Ops):
                 x, w.weight, w.bias, None, norm=gain, eps=eps, gated=gated, out=out, pdl=self.pdl)
         normed = norm.rms_norm(x, gain, eps, pdl=self._early(x.shape[0]))
         return self.linear(normed, w, None, out) if gated is None else self.act_mul(self.linear(normed, w), gated)
-
-
-def _named_library(device: torch.device, dtype: torch.dtype) -> cublas.CublasLt | None:
-    """The library, if it is the version whose algorithms the table names, on a chip of the kind that they are for."""
-    known = gemm_table.library_version()
-    if device.type != "cuda" or dtype != torch.bfloat16 or not known or cublas.version() != known:
-        return None
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return None
-    return cublas.CublasLt(device, dtype)

@@ -54,6 +54,18 @@ EXAMPLES = (
 )
 _PROFILED_TOKENS = 24
 _TOP_KERNELS = 14
+_SWITCHES = {
+    "--fixed-prefetch": "with --deterministic: GEMMs of up to 8 rows, and those of the table, by kernels that prefetch,"
+                        " same bits",
+    "--fixed-fusion": "with --deterministic: norms and gates inside GEMMs of up to 8 rows, same bits",
+    "--few-rows": "GEMMs of 2 to 8 rows with norm, gate and residual in them",
+    "--launch-early": "programmatic dependent launch in decode steps",
+    "--pad-mixed": "small mixed steps padded to fixed shapes and replayed as graphs",
+    "--prompt-rows": "prompts without context attend to their step's rows, not to the cache",
+    "--fuse-rope": "rotation inside the attention of decode steps",
+    "--named-algorithms": "GEMMs on cuBLAS use the algorithms of the table, not its own choice",
+}  # fmt: skip
+"""What can be left out, to see what it brings."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,23 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of the layers' weights, made at load; int4 in groups of 128 (default: none)")
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
-    parser.add_argument("--fixed-prefetch", action=argparse.BooleanOptionalAction, default=True,
-                        help="with --deterministic: GEMMs of up to 8 rows, and those of the table, by kernels that "
-                             "prefetch, same bits (default: on)")
-    parser.add_argument("--fixed-fusion", action=argparse.BooleanOptionalAction, default=True,
-                        help="with --deterministic: norms and gates inside GEMMs of up to 8 rows (default: on)")
-    parser.add_argument("--few-rows", action=argparse.BooleanOptionalAction, default=True,
-                        help="GEMMs of 2 to 8 rows with norm, gate and residual in them (default: on)")
-    parser.add_argument("--launch-early", action=argparse.BooleanOptionalAction, default=True,
-                        help="programmatic dependent launch in decode steps (default: on)")
-    parser.add_argument("--pad-mixed", action=argparse.BooleanOptionalAction, default=True,
-                        help="small mixed steps padded to fixed shapes and replayed as graphs (default: on)")
-    parser.add_argument("--prompt-rows", action=argparse.BooleanOptionalAction, default=True,
-                        help="prompts without context attend to their step's rows, not to the cache (default: on)")
-    parser.add_argument("--fuse-rope", action=argparse.BooleanOptionalAction, default=True,
-                        help="rotation inside the attention of decode steps (default: on)")
-    parser.add_argument("--named-algorithms", action=argparse.BooleanOptionalAction, default=True,
-                        help="GEMMs on cuBLAS use the algorithms of the table, not its own choice (default: on)")
+    for name, text in _SWITCHES.items():
+        parser.add_argument(name, action=argparse.BooleanOptionalAction, default=True, help=f"{text} (default: on)")
     parser.add_argument("--timeline", metavar="SVG", help="draw some steps of the last run here")
     parser.add_argument("--accuracy", metavar="MODEL",
                         help="instead: how far each dtype is from float32 on the CPU (emulated without a GPU)")

@@ -1,8 +1,9 @@
 """Row normalisations: RMS norm, RMS norm fused with the residual sum before it, layer norm.
 
 Of up to 2,048 columns the squares of an RMS norm are added in one tree that depends on the columns' number alone,
-neighbours first, so that a GEMM that takes the norm along (`quire.kernels.cuda.fixed_few`) can add them in the same order.
-Squares of 16-bit numbers are exact in float32, so it does not matter which of them a compiler fuses with an addition.
+neighbours first, so that a GEMM that takes the norm along (`quire.kernels.cuda.fixed_few`) can add them in the same
+order. Squares of 16-bit numbers are exact in float32, so it does not matter which of them a compiler fuses with an
+addition.
 """
 
 from __future__ import annotations

@@ -109,6 +109,13 @@ class DraftHead:
         states = [captured[name] for name in self.spec.states]
         return self.fuse(states[0] if len(states) == 1 else self._ops.concat(states), None)
 
+    @property
+    def state_projection(self) -> Tensor | None:
+        """The weight that makes what is kept of several states side by side, where it is a matrix of floats alone."""
+        packed = self.fuse.packed if self.spec.two_streams and len(self.spec.states) > 1 else None
+        weight = getattr(packed, "weight", None)
+        return weight if isinstance(weight, Tensor) and getattr(packed, "bias", None) is None else None
+
     def features(self, kept: Tensor) -> Tensor:
         """Of rows that were kept, what `forward` reads."""
         norm = self._target.final_norm

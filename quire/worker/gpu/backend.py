@@ -31,6 +31,8 @@ class StepKernels:
     """Of trees that grow on the device, as in `quire.kernels.growth`."""
     sampling: ModuleType | None = None
     """`kernels.triton.sample`; None: the full sampler does all that `draw` does not."""
+    features: ModuleType | None = None
+    """`kernels.triton.features`, which keeps projected states in one launch; None: they are projected, then kept."""
 
 
 @functools.cache
@@ -61,6 +63,7 @@ def step_kernels(device: torch.device) -> StepKernels:
             growth.grow,
             growth.finish,
             sample,
+            features,
         )
     from quire.kernels import growth as grown
     from quire.kernels import step_reference

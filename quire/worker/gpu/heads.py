@@ -46,6 +46,15 @@ class KeptStates:
         if self._slots is not None:
             self._kernels.keep_features(features, self._slots, self._table, self._block_size, rows, places)
 
+    def keep_projected(self, states: Sequence[Tensor], weight: Tensor, rows: Tensor, places: Tensor, pdl: bool) -> bool:
+        """Keep what a projection makes of states side by side, in one launch; False where there is none for them."""
+        kernels = self._kernels.features
+        if kernels is None or not kernels.projects(states, weight):
+            return False
+        if self._slots is not None:
+            kernels.keep_projected(states, weight, self._slots, self._table, self._block_size, rows, places, pdl=pdl)
+        return True
+
     def before(self, rows: Tensor, places: Tensor) -> Tensor:
         """[T, hidden]: what is kept of the token before each."""
         if self._slots is None:
@@ -73,8 +82,18 @@ class WatchedPasses(DevicePasses):
             stream, captured = self._decoder.forward_capturing(ids, ctx, caches, names)
         else:
             stream = self._decoder.forward(ids, ctx, caches)
-        self._states.keep(self._head.features(self._head.kept(stream, captured)), rows, places)
+        if not self._kept_at_once(captured, rows, places):
+            self._states.keep(self._head.features(self._head.kept(stream, captured)), rows, places)
         return stream
+
+    def _kept_at_once(self, captured: dict[str, Tensor], rows: Tensor, places: Tensor) -> bool:
+        """Where steps are launched early, of few rows: a step without drafts of a small model is hardly longer than
+        without a head. What is kept shall not depend on their number where that is promised, so not there."""
+        weight, pdl = self._head.state_projection, getattr(self._decoder.ops, "pdl", False)
+        if weight is None or not captured or not pdl:
+            return False
+        states = [captured[name] for name in self._head.spec.states]
+        return self._states.keep_projected(states, weight, rows, places, pdl)
 
 
 class HeadRows(ResidualStream):

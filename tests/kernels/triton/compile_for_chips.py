@@ -131,6 +131,8 @@ def others(capability: int) -> None:
     inputs.gather_inputs(flags.view(3, 1), (flags.view(3, 1),), 16, flags, flags, longs, longs, (longs,), flags)
     kept, table = torch.empty(64, 256, dtype=HALF), flags.view(3, 1)
     features.keep_features(kept[:3], kept, table, 16, flags, flags)
+    features.keep_projected([kept[:3]] * 3, torch.empty(256, 768, dtype=HALF), kept, table, 16, flags, flags)
+    features.add_rows(kept, kept)
     features.fetch_features(kept, table, 16, flags, flags, kept[:3])
     spread.spread(torch.empty(3, 128, dtype=HALF), flags, torch.empty(3, 200, dtype=HALF), -1e9)
     many = torch.empty(3, 12288, dtype=HALF)
