@@ -121,7 +121,6 @@ class TritonAttention:
         self._dtype = dtype
         self._dense = dense_prefill and not deterministic and dtype != torch.float32 and device.type == "cuda"
         self._prompt_rows = prompt_rows and not deterministic
-        self._prefill = hopper_prefill.FIXED if deterministic else hopper_prefill.FAST
         self.prefill_library: PrefillLibrary | None = None
         """Another library's prefill attention, for fresh prompts that cuDNN does not take (see `pick_up`)."""
         self._scratch: dict[HeadShape, DecodeScratch] = {}
@@ -165,13 +164,13 @@ class TritonAttention:
     def takes_prefill(self, shape: HeadShape, block_size: int, plain: bool) -> bool:
         """Whether chunks of prompts go to `hopper_prefill` as far as it can; `plain` as in `takes_fresh`."""
         fits = self._same_type and plain
-        return fits and hopper_prefill.fits(self.device, self._dtype, shape, block_size, self._prefill)
+        return fits and hopper_prefill.fits(self.device, self._dtype, shape, block_size)
 
     def prefill_tiles(
         self, starts: np.ndarray, counts: np.ndarray, shape: HeadShape
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of all sequences of a step: `hopper_prefill.split_tiles`."""
-        return hopper_prefill.split_tiles(starts, counts, hopper_prefill.tokens_of(shape), self._prefill)
+        return hopper_prefill.split_tiles(starts, counts, hopper_prefill.tokens_of(shape))
 
     def row_tiles(self, counts: np.ndarray, shape: HeadShape, first_seq: int) -> tuple[np.ndarray, np.ndarray]:
         return query_tiles(counts, _ROWS.tokens_of(shape.num_heads // shape.num_kv_heads), first_seq)
@@ -291,8 +290,7 @@ class TritonAttention:
                 out[run.first : end].view(run.tokens, shape.num_heads, shape.head_dim).copy_(part)
         if ctx.paged_tiles is not None and ctx.paged_tiles[0].shape[0]:
             hopper_prefill.hopper_prefill(
-                qkv, cache, table, ctx.rows, ctx.query_start, ctx.context_len, *ctx.paged_tiles, shape, scale, out=out,
-                sizes=self._prefill)
+                qkv, cache, table, ctx.rows, ctx.query_start, ctx.context_len, *ctx.paged_tiles, shape, scale, out=out)
         if ctx.row_tiles is not None and ctx.row_tiles[0].shape[0]:
             fresh_attention(qkv, ctx.query_start, *ctx.row_tiles, shape, scale, out=out, sizes=_ROWS)
         if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:

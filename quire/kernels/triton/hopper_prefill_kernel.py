@@ -5,7 +5,7 @@ computes its softmax while the other multiplies. A warp group also issues its ne
 weighted values. A head's 128 features come in two halves, since the copy engine swizzles 128 bytes: each half of the
 scores' sum goes on where the other ended, and each half of the values has sums of its own, so no order changes.
 
-With EXACT it makes the operations of `attention_mixed`, in its order.
+Its operations on a row are those of `attention_mixed`, in the same order.
 """
 
 from __future__ import annotations
@@ -97,24 +97,17 @@ def _start_scores(q_low, q_high, ring, full, turn, STAGES: gl.constexpr, SUMS: g
 
 
 @gluon.jit
-def _softmax(scores, start, open_end, reach, scale, maximum, total, EXACT: gl.constexpr, SUMS: gl.constexpr):
+def _softmax(scores, start, open_end, reach, scale, maximum, total, SUMS: gl.constexpr):
     """Folds a turn's scores in: (its weights, by what older sums shrink, maximum, total)."""
     KEYS: gl.constexpr = scores.shape[1]
-    if EXACT:
-        scores = scores * scale
     if start >= open_end:
         position = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SUMS))
         scores = gl.where(position[None, :] <= reach[:, None], scores, float("-inf"))
-    if EXACT:
-        higher = gl.maximum(maximum, gl.max(scores, axis=1))
-        level = gl.where(higher == float("-inf"), 0.0, higher)
-        weights = gl.exp2(scores - level[:, None])
-    else:  # Every row sees the first key: no maximum stays at -inf. One fused multiply-add a score.
-        higher = gl.maximum(maximum, gl.max(scores, axis=1) * scale)
-        level = higher
-        weights = gl.exp2(scores * scale - level[:, None])
-    shrink = gl.exp2(maximum - level)
-    total = total * shrink + gl.sum(weights, axis=1)
+    # Every row sees the first key: no maximum stays at -inf. One fused multiply-add a score.
+    higher = gl.maximum(maximum, gl.max(scores, axis=1) * scale)
+    weights = gl.exp2(gl.fma(scores, scale, -higher[:, None]))
+    shrink = gl.exp2(maximum - higher)
+    total = gl.fma(total, shrink, gl.sum(weights, axis=1))
     return weights, shrink, higher, total
 
 
@@ -156,7 +149,7 @@ def _forget(ring, full, clean, turn, present, forgotten, WHO: gl.constexpr, STAG
 @gluon.jit
 def _fold_keys(
     q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, keys, forgotten, open_end,
-    reach, scale, WHO: gl.constexpr, EXACT: gl.constexpr, STAGES: gl.constexpr,
+    reach, scale, WHO: gl.constexpr, STAGES: gl.constexpr,
     SUMS: gl.constexpr, VALUES: gl.constexpr, P: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     """All turns of a tile, of a sequence of so many keys: (sums of values, in halves, and of weights)."""
@@ -169,7 +162,7 @@ def _fold_keys(
     high = gl.zeros((ROWS, WIDTH), gl.float32, VALUES)
     scores = warpgroup_mma_wait(0, deps=(_start_scores(q_low, q_high, k_ring, k_full, done, STAGES, SUMS),))
     mbarrier.arrive(k_free.index(done % STAGES))
-    weights, _nothing, maximum, total = _softmax(scores, 0, open_end, reach, scale, maximum, total, EXACT, SUMS)
+    weights, _nothing, maximum, total = _softmax(scores, 0, open_end, reach, scale, maximum, total, SUMS)
     p = gl.convert_layout(weights.to(k_ring.dtype), P)
     for turn in range(1, turns):
         low, high = _start_values(p, low, high, v_ring, v_full, done + turn - 1, STAGES)
@@ -178,10 +171,10 @@ def _fold_keys(
         mbarrier.arrive(v_free.index((done + turn - 1) % STAGES))
         mbarrier.arrive(k_free.index((done + turn) % STAGES))
         weights, shrink, maximum, total = _softmax(
-            scores, turn * KEYS, open_end, reach, scale, maximum, total, EXACT, SUMS)
+            scores, turn * KEYS, open_end, reach, scale, maximum, total, SUMS)
         low, high = _shrink(low, high, shrink, VALUES)
         p = gl.convert_layout(weights.to(k_ring.dtype), P)
-    if not EXACT and keys < turns * KEYS:
+    if keys < turns * KEYS:
         _forget(v_ring, v_full, clean, done + turns - 1, keys - (turns - 1) * KEYS, forgotten, WHO, STAGES, STORED)
     low, high = _start_values(p, low, high, v_ring, v_full, done + turns - 1, STAGES)
     low, high = warpgroup_mma_wait(0, deps=(low, high))
@@ -193,7 +186,7 @@ def _fold_keys(
 def _attend_tiles(
     qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first, query_start, context_len, out,
     num_items, scale, q_stride, WHO: gl.constexpr, STAGES: gl.constexpr, NUM_HEADS: gl.constexpr,
-    NUM_KV: gl.constexpr, GROUP: gl.constexpr, EXACT: gl.constexpr, SUMS: gl.constexpr,
+    NUM_KV: gl.constexpr, GROUP: gl.constexpr, SUMS: gl.constexpr,
     VALUES: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its half of the rows of one tile after another."""
@@ -223,7 +216,7 @@ def _attend_tiles(
         open_end = (before + first + 1) // KEYS * KEYS
         low, high, total = _fold_keys(
             q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, before + queries,
-            forgotten, open_end, reach, scale, WHO, EXACT, STAGES, SUMS, VALUES, P, STORED)
+            forgotten, open_end, reach, scale, WHO, STAGES, SUMS, VALUES, P, STORED)
         done += turns
         if before + queries < turns * KEYS:
             forgotten += 1
@@ -258,8 +251,6 @@ def hopper_prefill_kernel(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_ROWS: gl.constexpr,
-    EXACT: gl.constexpr,
-   
     REGISTERS: gl.constexpr,
     RING: gl.constexpr,
     SUMS: gl.constexpr,
@@ -285,10 +276,10 @@ def hopper_prefill_kernel(
         [
             (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
                              query_start, context_len, out, num_items, scale, q_stride, 0, STAGES, NUM_HEADS, NUM_KV,
-                             GROUP, EXACT, SUMS, VALUES, STORED)),
+                             GROUP, SUMS, VALUES, STORED)),
             (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
                              query_start, context_len, out, num_items, scale, q_stride, 1, STAGES, NUM_HEADS, NUM_KV,
-                             GROUP, EXACT, SUMS, VALUES, STORED)),
+                             GROUP, SUMS, VALUES, STORED)),
             (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows, tile_seq,
                            tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
                            2 * 64 // GROUP, PAGE, HAS_ROWS)),
