@@ -1,4 +1,5 @@
 """Prefill attention on Hopper over paged keys, in tiles of 128 rows of queries: prompts and chunks of any context.
+In deterministic mode also decode steps, in tiles of 64.
 
 Keys are folded 128 at a time at the places of `attention_mixed` with as many, with the same tensor core instructions
 along k and the same operations in the same order in each softmax, so the bits are the same (tests/gpu/test_bits.py
@@ -28,44 +29,52 @@ try:
 except ImportError:  # another version of Triton
     hopper_prefill_kernel = None
 
-ROWS, _HALF, _DIM = 128, 64, 128
+_HALF, _DIM = 64, 128
 _REGISTERS = 240
 _KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """Keys of a turn, and turns on their way."""
+    """Keys of a turn, turns on their way, warp groups of 64 rows, and programs on a multiprocessor."""
 
     keys: int
     stages: int
+    groups: int = 2
+    programs: int = 1
+
+    def tokens_of(self, shape: HeadShape) -> int:
+        """Tokens of a tile."""
+        return self.groups * 64 // (shape.num_heads // shape.num_kv_heads)
 
 
 PREFILL = PrefillShape(128, 3)
 """H200, 2026-11-18, 32 heads, TFLOP/s of chunks of 8,192 tokens after 24,576 and 118,784 others: 566 and 530 (by
 `attention_mixed` 446 and 383); of 8 chunks of 1,000: 377. With each warp group's softmax beside its own products of
 weights and values, as well: 563, 540 and 331."""
+DECODE = PrefillShape(128, 3, groups=1)
+"""Tiles of 64 rows, as `attention_mixed` has them in deterministic mode."""
+
+
+def knows(device: torch.device, dtype: torch.dtype, shape: HeadShape) -> bool:
+    """Whether the kernel knows such heads and this chip, however many heads there are."""
+    return available(device) and dtype in _KINDS and shape.head_dim == _DIM
 
 
 def fits(
     device: torch.device, dtype: torch.dtype, shape: HeadShape, block_size: int, sizes: PrefillShape = PREFILL
 ) -> bool:
-    """Whether the kernel knows such heads, such pages and this chip; windows, soft caps and sinks it does not know."""
-    group = shape.num_heads // shape.num_kv_heads
+    """Whether it knows such pages too, and as many heads; windows, soft caps and sinks it does not know."""
     pages = block_size % 8 == 0 and sizes.keys % block_size == 0
-    return available(device) and dtype in _KINDS and shape.head_dim == _DIM and 64 % group == 0 and pages
-
-
-def tokens_of(shape: HeadShape) -> int:
-    """Tokens of a tile."""
-    return ROWS // (shape.num_heads // shape.num_kv_heads)
+    return knows(device, dtype, shape) and 64 % (shape.num_heads // shape.num_kv_heads) == 0 and pages
 
 
 def split_tiles(
-    starts: np.ndarray, counts: np.ndarray, tokens: int
+    starts: np.ndarray, counts: np.ndarray, shape: HeadShape, sizes: PrefillShape = PREFILL
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(sequence, first token) of the tiles that this kernel takes, those with the most keys first; and how many tokens
     of each chunk they are: all, but for a single one, which decodes."""
+    tokens = sizes.tokens_of(shape)
     taken = np.where(np.asarray(counts) > 1, counts, 0).astype(np.int64)
     tiles = -(-taken // tokens)
     seqs = np.repeat(np.arange(len(counts)), tiles)
@@ -77,14 +86,16 @@ def split_tiles(
 def hopper_prefill(
     qkv: Tensor, cache: LayerCache, tables: Tensor, rows: Tensor | None, query_start: Tensor, context_len: Tensor,
     tile_seq: Tensor, tile_first: Tensor, shape: HeadShape, scale: float, *, out: Tensor,
-    sizes: PrefillShape = PREFILL,
+    sizes: PrefillShape = PREFILL, pdl: bool = False,
 ) -> None:
-    """Causal attention of the queries in the tiles of `split_tiles`, into `out` [T, Hq*hd]."""
+    """Causal attention of the queries in the tiles, into `out` [T, Hq*hd]; a tile whose sequence is -1 does nothing.
+
+    With one warp group sequences may be without keys, and get zeros."""
     items = tile_seq.shape[0] * shape.num_kv_heads
     if items == 0:
         return
     ring, sums, values, stored = _layouts(_KINDS[qkv.dtype], sizes.keys)
-    hopper_prefill_kernel[(min(items, multiprocessors(qkv.device)),)](
+    hopper_prefill_kernel[(min(items, sizes.programs * multiprocessors(qkv.device)),)](
         _paged(cache.k, cache.block_size, ring),
         _paged(cache.v, cache.block_size, ring),
         qkv,
@@ -106,14 +117,17 @@ def hopper_prefill(
         sizes.keys,
         sizes.stages,
         rows is not None,
+        sizes.groups,
+        pdl,
         _REGISTERS,
         ring,
         sums,
         values,
         stored,
         num_warps=4,
-        maxnreg=168,
+        maxnreg=168 if sizes.groups == 2 else 128,
         enable_fp_fusion=False,
+        **({"launch_pdl": True} if pdl else {}),
     )
 
 

@@ -1,9 +1,10 @@
-"""The kernel of `hopper_prefill`, in Gluon: prefill attention over paged keys by two warp groups and a loading warp.
+"""The kernel of `hopper_prefill`, in Gluon: attention over paged keys by one or two warp groups and a loading warp.
 
-One warp copies keys and values, page by page, into two rings; two warp groups take 64 rows of queries each, so that one
-computes its softmax while the other multiplies. A warp group also issues its next scores before it waits for the sum of
-weighted values. A head's 128 features come in two halves, since the copy engine swizzles 128 bytes: each half of the
-scores' sum goes on where the other ended, and each half of the values has sums of its own, so no order changes.
+One warp copies keys and values, page by page, into two rings; warp groups take 64 rows of queries each: two for chunks,
+so that one computes its softmax while the other multiplies, one for steps that decode, whose tiles have the heads of
+one token. A warp group also issues its next scores before it waits for the sum of weighted values. A head's 128
+features come in two halves, since the copy engine swizzles 128 bytes: each half of the scores' sum goes on where the
+other ended, and each half of the values has sums of its own, so no order changes.
 
 Its operations on a row are those of `attention_mixed`, in the same order.
 """
@@ -19,21 +20,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
 def _tile(item, tile_seq, tile_first, query_start, context_len, NUM_KV: gl.constexpr, TOKENS: gl.constexpr,
           KEYS: gl.constexpr):  # fmt: skip
     """Of a program's piece of work: KV head, sequence, first token, first row and number of its queries, keys before
-    them, and turns of keys that some row of the tile sees."""
+    them, and turns of keys that some row of the tile sees. A tile of no sequence has neither queries nor turns."""
     head, tile = item % NUM_KV, item // NUM_KV
-    seq = gl.load(tile_seq + tile)
+    owner = gl.load(tile_seq + tile)
+    seq = gl.maximum(owner, 0)
     first = gl.load(tile_first + tile)
     begin = gl.load(query_start + seq)
     queries = gl.load(query_start + seq + 1) - begin
     before = gl.load(context_len + seq) - queries
     turns = (before + gl.minimum(first + TOKENS, queries) + KEYS - 1) // KEYS
-    return head, seq, first, begin, queries, before, turns
+    return head, seq, first, begin, gl.where(owner < 0, 0, queries), before, gl.where(owner < 0, 0, turns)
 
 
 @gluon.jit
@@ -63,8 +66,10 @@ def _copy_keys(cache, ring, full, free, stage, parity, pages, PAGE: gl.constexpr
 def _load_tiles(
     k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows, tile_seq, tile_first, query_start,
     context_len, num_items, table_stride, STAGES: gl.constexpr, NUM_KV: gl.constexpr, TOKENS: gl.constexpr,
-    PAGE: gl.constexpr, HAS_ROWS: gl.constexpr,
+    PAGE: gl.constexpr, HAS_ROWS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     KEYS: gl.constexpr = k_ring.shape[1]
     done = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -185,16 +190,18 @@ def _fold_keys(
 @gluon.jit
 def _attend_tiles(
     qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first, query_start, context_len, out,
-    num_items, scale, q_stride, WHO: gl.constexpr, STAGES: gl.constexpr, NUM_HEADS: gl.constexpr,
-    NUM_KV: gl.constexpr, GROUP: gl.constexpr, SUMS: gl.constexpr,
+    num_items, scale, q_stride, WHO: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr, SUMS: gl.constexpr,
     VALUES: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
-    """A warp group: its half of the rows of one tile after another."""
+    """A warp group: its rows of one tile after another. Padding, a sequence without keys, gets zeros."""
+    if PDL:
+        gdc_wait()
     ROWS: gl.constexpr = 64
     KEYS: gl.constexpr = k_ring.shape[1]
     WIDTH: gl.constexpr = k_ring.shape[2]
     DIM: gl.constexpr = 2 * WIDTH
-    TOKENS: gl.constexpr = 2 * ROWS // GROUP
+    TOKENS: gl.constexpr = GROUPS * ROWS // GROUP
     Q: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     P: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     done, forgotten = 0, 0
@@ -209,23 +216,28 @@ def _attend_tiles(
         column = (head * GROUP + index % GROUP)[:, None] * DIM + dim[None, :]
         place = (begin + token).to(gl.int64)[:, None]
         source = qkv + (place * q_stride + column)
-        q_low = gl.convert_layout(gl.load(source, mask=used, other=0.0), Q)
-        q_high = gl.convert_layout(gl.load(source + WIDTH, mask=used, other=0.0), Q)
-        mine = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
-        reach = before + first + mine // GROUP
-        open_end = (before + first + 1) // KEYS * KEYS
-        low, high, total = _fold_keys(
-            q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, before + queries,
-            forgotten, open_end, reach, scale, WHO, STAGES, SUMS, VALUES, P, STORED)
+        target = out + (place * (NUM_HEADS * DIM) + column)
+        kind = out.dtype.element_ty
+        if GROUPS == 1 and turns == 0:
+            nothing = gl.zeros((ROWS, WIDTH), kind, STORED)
+            gl.store(target, nothing, mask=used)
+            gl.store(target + WIDTH, nothing, mask=used)
+        else:
+            q_low = gl.convert_layout(gl.load(source, mask=used, other=0.0), Q)
+            q_high = gl.convert_layout(gl.load(source + WIDTH, mask=used, other=0.0), Q)
+            mine = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
+            reach = before + first + mine // GROUP
+            open_end = (before + first + 1) // KEYS * KEYS
+            low, high, total = _fold_keys(
+                q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, before + queries,
+                forgotten, open_end, reach, scale, WHO, STAGES, SUMS, VALUES, P, STORED)
+            # One division a row, not one a feature.
+            low, high = _shrink(low, high, 1.0 / gl.where(total > 0, total, 1.0), VALUES)
+            gl.store(target, gl.convert_layout(low.to(kind), STORED), mask=used)
+            gl.store(target + WIDTH, gl.convert_layout(high.to(kind), STORED), mask=used)
         done += turns
         if before + queries < turns * KEYS:
             forgotten += 1
-        # One division a row, not one a feature.
-        low, high = _shrink(low, high, 1.0 / gl.where(total > 0, total, 1.0), VALUES)
-        target = out + (place * (NUM_HEADS * DIM) + column)
-        kind = out.dtype.element_ty
-        gl.store(target, gl.convert_layout(low.to(kind), STORED), mask=used)
-        gl.store(target + WIDTH, gl.convert_layout(high.to(kind), STORED), mask=used)
 
 
 @gluon.jit(do_not_specialize=["num_items"])
@@ -251,6 +263,8 @@ def hopper_prefill_kernel(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_ROWS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    PDL: gl.constexpr,
     REGISTERS: gl.constexpr,
     RING: gl.constexpr,
     SUMS: gl.constexpr,
@@ -265,25 +279,41 @@ def hopper_prefill_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     clean = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(clean.index(0), count=2)
+    mbarrier.init(clean.index(0), count=GROUPS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(k_free.index(stage), count=GROUPS)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=2)
+        mbarrier.init(v_free.index(stage), count=GROUPS)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
-                             query_start, context_len, out, num_items, scale, q_stride, 0, STAGES, NUM_HEADS, NUM_KV,
-                             GROUP, SUMS, VALUES, STORED)),
-            (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
-                             query_start, context_len, out, num_items, scale, q_stride, 1, STAGES, NUM_HEADS, NUM_KV,
-                             GROUP, SUMS, VALUES, STORED)),
-            (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows, tile_seq,
-                           tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
-                           2 * 64 // GROUP, PAGE, HAS_ROWS)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
+                                 query_start, context_len, out, num_items, scale, q_stride, 0, GROUPS, STAGES,
+                                 NUM_HEADS, NUM_KV, GROUP, PDL, SUMS, VALUES, STORED)),
+                (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows,
+                               tile_seq, tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
+                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
+                                 query_start, context_len, out, num_items, scale, q_stride, 0, GROUPS, STAGES,
+                                 NUM_HEADS, NUM_KV, GROUP, PDL, SUMS, VALUES, STORED)),
+                (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
+                                 query_start, context_len, out, num_items, scale, q_stride, 1, GROUPS, STAGES,
+                                 NUM_HEADS, NUM_KV, GROUP, PDL, SUMS, VALUES, STORED)),
+                (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows,
+                               tile_seq, tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
+                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
