@@ -1,9 +1,9 @@
 """`python -m quire.bench.gpu.tune_fixed_attention`: attention of deterministic mode by every kernel that might serve.
 
 Of each: microseconds, and what share of its elements has the bits of the first kernel ("mixed"). A JSON line for each
-batch. "once STAGES": decode steps in one loop; "prefill": `hopper_prefill`, "paged STAGES PROGRAMS" its tiles of 64 rows
-for decode steps. "cudnn": what plain mode has for fresh prompts, "wide" its tiles; and with 64 keys at a time "once of
-64" and "prefill of 64": these give other bits, "off" says by how much at most.
+batch. "once STAGES": decode steps in one loop; "prefill": `hopper_prefill`, "paged STAGES PROGRAMS" its tiles of 64
+rows for decode steps. "cudnn": what plain mode has for fresh prompts, "wide" its tiles; and with 64 keys at a time
+"once of 64" and "prefill of 64": these give other bits, "off" says by how much at most.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def _mixed(batch: _Batch, options: dict[str, Any], cache: Any, out: Any) -> None
     sizes = options.pop("sizes", _FIXED_HOPPER)
     sizes = replace(sizes, stages=options.pop("stages", sizes.stages))
     tokens = sizes.tokens_of(batch.shape.num_heads // batch.shape.num_kv_heads)
-    tiles = _on_device(batch, *query_tiles(np.full(batch.count, batch.queries), tokens))
-    mixed_attention(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, *tiles, batch.shape, _SCALE,
-                    out=out, sizes=sizes, **options)  # fmt: skip
+    tile_seq, tile_first = _on_device(batch, *query_tiles(np.full(batch.count, batch.queries), tokens))
+    mixed_attention(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, tile_seq, tile_first,
+                    batch.shape, _SCALE, out=out, sizes=sizes, **options)  # fmt: skip
 
 
 def _paged(batch: _Batch, sizes: Any, cache: Any, out: Any) -> None:
@@ -119,12 +119,12 @@ def _paged(batch: _Batch, sizes: Any, cache: Any, out: Any) -> None:
     from quire.kernels.triton.attention_mixed import query_tiles
 
     queries = np.full(batch.count, batch.queries)
-    if batch.queries == 1:
-        tiles = query_tiles(queries, sizes.tokens_of(batch.shape))
-    else:
-        *tiles, _ = hopper_prefill.split_tiles(np.full(batch.count, batch.before), queries, batch.shape, sizes)
-    hopper_prefill.hopper_prefill(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths,
-                                  *_on_device(batch, *tiles), batch.shape, _SCALE, out=out, sizes=sizes,
+    seqs, firsts = query_tiles(queries, sizes.tokens_of(batch.shape))
+    if batch.queries > 1:
+        seqs, firsts, _ = hopper_prefill.split_tiles(np.full(batch.count, batch.before), queries, batch.shape, sizes)
+    tile_seq, tile_first = _on_device(batch, seqs, firsts)
+    hopper_prefill.hopper_prefill(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, tile_seq,
+                                  tile_first, batch.shape, _SCALE, out=out, sizes=sizes,
                                   pdl=batch.queries == 1)  # fmt: skip
 
 
