@@ -242,35 +242,11 @@ def _attend_tiles(
 
 @gluon.jit(do_not_specialize=["num_items"])
 def hopper_prefill_kernel(
-    k_cache,
-    v_cache,
-    qkv,
-    out,
-    tables,
-    rows,
-    query_start,
-    context_len,
-    tile_seq,
-    tile_first,
-    num_items,
-    scale,
-    q_stride,
-    table_stride,
-    NUM_HEADS: gl.constexpr,
-    NUM_KV: gl.constexpr,
-    GROUP: gl.constexpr,
-    PAGE: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    HAS_ROWS: gl.constexpr,
-    GROUPS: gl.constexpr,
-    PDL: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    RING: gl.constexpr,
-    SUMS: gl.constexpr,
-    VALUES: gl.constexpr,
-    STORED: gl.constexpr,
-):
+    k_cache, v_cache, qkv, out, tables, rows, query_start, context_len, tile_seq, tile_first, num_items, scale,
+    q_stride, table_stride, NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, HAS_ROWS: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
+    REGISTERS: gl.constexpr, RING: gl.constexpr, SUMS: gl.constexpr, VALUES: gl.constexpr, STORED: gl.constexpr,
+):  # fmt: skip
     WIDTH: gl.constexpr = k_cache.block_type.shape[1]
     k_ring = gl.allocate_shared_memory(k_cache.dtype, [2 * STAGES, KEYS, WIDTH], RING)
     v_ring = gl.allocate_shared_memory(k_cache.dtype, [2 * STAGES, KEYS, WIDTH], RING)
