@@ -277,8 +277,8 @@ def mixed_attention(
 
     `detours`: as in `StepContext`, of sequences of one query. `sinks` float32 [Hq]: scores without a value, which take
     part in each head's softmax.
-    `exact` forbids fused multiply-adds but those of the source, which `hopper_prefill` makes too: the compiler's own were
-    in the loop without a mask only, so a query's bits depended on where its chunk began.
+    `exact` forbids fused multiply-adds but those of the source, which `hopper_prefill` makes too: the compiler's own
+    were in the loop without a mask only, so a query's bits depended on where its chunk began.
 
     `once`: all keys in one loop, which masks and knows its blocks a turn early: for tiles of one query, that wait for
     memory more than they compute. With `exact` it makes the same operations in the same order. `late`: the kernel of an
