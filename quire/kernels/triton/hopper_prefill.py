@@ -88,9 +88,10 @@ def hopper_prefill(
     tile_seq: Tensor, tile_first: Tensor, shape: HeadShape, scale: float, *, out: Tensor,
     sizes: PrefillShape = PREFILL, pdl: bool = False,
 ) -> None:
-    """Causal attention of the queries in the tiles, into `out` [T, Hq*hd]; a tile whose sequence is -1 does nothing.
+    """Causal attention of the queries in the tiles, into `out` [T, Hq*hd].
 
-    With one warp group sequences may be without keys, and get zeros."""
+    With one warp group steps may be padded: a tile whose sequence is -1 does nothing, a sequence without keys gets
+    zeros."""
     items = tile_seq.shape[0] * shape.num_kv_heads
     if items == 0:
         return

@@ -25,18 +25,24 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @gluon.jit
 def _tile(item, tile_seq, tile_first, query_start, context_len, NUM_KV: gl.constexpr, TOKENS: gl.constexpr,
-          KEYS: gl.constexpr):  # fmt: skip
+          KEYS: gl.constexpr, PADDED: gl.constexpr):  # fmt: skip
     """Of a program's piece of work: KV head, sequence, first token, first row and number of its queries, keys before
-    them, and turns of keys that some row of the tile sees. A tile of no sequence has neither queries nor turns."""
+    them, and turns of keys that some row of the tile sees. With PADDED a tile may be of no sequence: it has neither
+    queries nor turns."""
     head, tile = item % NUM_KV, item // NUM_KV
     owner = gl.load(tile_seq + tile)
-    seq = gl.maximum(owner, 0)
+    seq = owner
+    if PADDED:
+        seq = gl.maximum(owner, 0)
     first = gl.load(tile_first + tile)
     begin = gl.load(query_start + seq)
     queries = gl.load(query_start + seq + 1) - begin
     before = gl.load(context_len + seq) - queries
     turns = (before + gl.minimum(first + TOKENS, queries) + KEYS - 1) // KEYS
-    return head, seq, first, begin, gl.where(owner < 0, 0, queries), before, gl.where(owner < 0, 0, turns)
+    if PADDED:
+        queries = gl.where(owner < 0, 0, queries)
+        turns = gl.where(owner < 0, 0, turns)
+    return head, seq, first, begin, queries, before, turns
 
 
 @gluon.jit
@@ -66,7 +72,7 @@ def _copy_keys(cache, ring, full, free, stage, parity, pages, PAGE: gl.constexpr
 def _load_tiles(
     k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows, tile_seq, tile_first, query_start,
     context_len, num_items, table_stride, STAGES: gl.constexpr, NUM_KV: gl.constexpr, TOKENS: gl.constexpr,
-    PAGE: gl.constexpr, HAS_ROWS: gl.constexpr, PDL: gl.constexpr,
+    PAGE: gl.constexpr, HAS_ROWS: gl.constexpr, PDL: gl.constexpr, PADDED: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -74,7 +80,7 @@ def _load_tiles(
     done = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         head, seq, _first, _begin, queries, before, turns = _tile(
-            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS)
+            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS, PADDED)
         row = seq
         if HAS_ROWS:
             row = gl.load(rows + seq)
@@ -207,7 +213,7 @@ def _attend_tiles(
     done, forgotten = 0, 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         head, _seq, first, begin, queries, before, turns = _tile(
-            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS)
+            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS, GROUPS == 1)
         # The queries, through the layout in which rows are read and stored.
         index = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
         dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STORED))
@@ -272,7 +278,7 @@ def hopper_prefill_kernel(
                                  NUM_HEADS, NUM_KV, GROUP, PDL, SUMS, VALUES, STORED)),
                 (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows,
                                tile_seq, tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
-                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL)),
+                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL, GROUPS == 1)),
             ],
             [1],
             [24],
@@ -288,7 +294,7 @@ def hopper_prefill_kernel(
                                  NUM_HEADS, NUM_KV, GROUP, PDL, SUMS, VALUES, STORED)),
                 (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows,
                                tile_seq, tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
-                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL)),
+                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL, GROUPS == 1)),
             ],
             [4, 1],
             [REGISTERS, 24],
