@@ -6,7 +6,8 @@ one token. A warp group also issues its next scores before it waits for the sum 
 features come in two halves, since the copy engine swizzles 128 bytes: each half of the scores' sum goes on where the
 other ended, and each half of the values has sums of its own, so no order changes.
 
-Its operations on a row are those of `attention_mixed`, in the same order.
+Its operations on a row are those of `attention_mixed`, in the same order. What tiles there are and where their keys lie
+was written by earlier kernels than the one before: with PDL it is read while that one still runs.
 """
 
 from __future__ import annotations
@@ -74,8 +75,6 @@ def _load_tiles(
     context_len, num_items, table_stride, STAGES: gl.constexpr, NUM_KV: gl.constexpr, TOKENS: gl.constexpr,
     PAGE: gl.constexpr, HAS_ROWS: gl.constexpr, PDL: gl.constexpr, PADDED: gl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
     KEYS: gl.constexpr = k_ring.shape[1]
     done = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
@@ -89,6 +88,8 @@ def _load_tiles(
         for turn in range(turns):
             stage, parity = (done + turn) % STAGES, ((done + turn) // STAGES + 1) & 1
             pages = _page_rows(table, turn * (KEYS // PAGE), last, head, NUM_KV, PAGE, KEYS // PAGE)
+            if PDL:
+                gdc_wait()
             _copy_keys(k_cache, k_ring, k_full, k_free, stage, parity, pages, PAGE)
             _copy_keys(v_cache, v_ring, v_full, v_free, stage, parity, pages, PAGE)
         done += turns
@@ -201,8 +202,6 @@ def _attend_tiles(
     VALUES: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its rows of one tile after another. Padding, a sequence without keys, gets zeros."""
-    if PDL:
-        gdc_wait()
     ROWS: gl.constexpr = 64
     KEYS: gl.constexpr = k_ring.shape[1]
     WIDTH: gl.constexpr = k_ring.shape[2]
@@ -224,6 +223,8 @@ def _attend_tiles(
         source = qkv + (place * q_stride + column)
         target = out + (place * (NUM_HEADS * DIM) + column)
         kind = out.dtype.element_ty
+        if PDL:
+            gdc_wait()
         if GROUPS == 1 and turns == 0:
             nothing = gl.zeros((ROWS, WIDTH), kind, STORED)
             gl.store(target, nothing, mask=used)

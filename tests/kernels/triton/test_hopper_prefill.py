@@ -20,6 +20,8 @@ from tests.kernels.triton.gluon_interpreter import interpreting
 
 ORDERS = (range, lambda n: reversed(range(n)), lambda n: random.Random(n).sample(range(n), n))
 SEEDS = (None, 1, 2)
+EARLIER = ("tables", "rows", "tile_seq", "tile_first", "query_start", "context_len")
+"""What the kernel before this one does not write."""
 SIZES = (hopper_prefill.PREFILL, hopper_prefill.DECODE, hopper_prefill.PrefillShape(64, 2),
          hopper_prefill.PrefillShape(128, 1, groups=1, programs=2))  # fmt: skip
 
@@ -87,7 +89,7 @@ def test_steps_that_decode_leave_out_padding_and_wait_for_the_kernel_before(
     tiles = torch.tensor([0, 1, 2, -1, 4], dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
     for order, seed in zip(ORDERS, SEEDS):
         out = torch.full((5, 8 * 128), math.nan, dtype=torch.bfloat16)
-        with interpreting(order, seed):
+        with interpreting(order, seed, constant=EARLIER):
             hopper_prefill.hopper_prefill(
                 qkv, cache, table, rows, start, length, *tiles, shape, 0.2, out=out, sizes=sizes, pdl=True)
         want = attention_reference(qkv, cache, table, start, length, shape, 0.2)
