@@ -41,6 +41,8 @@ from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, St
 
 _FIXED = MixedShape(64, 64, 4, 3)
 """The tile of deterministic mode, for every query of every step: bits may depend on its shape."""
+_FIXED_HOPPER = MixedShape(64, hopper_prefill.PREFILL.keys, 4, 2)
+"""The same where `hopper_prefill` may compute a row: as many keys at a time."""
 _FIXED_FLOAT32 = MixedShape(32, 32, 4, 2)
 _WIDE = MixedShape(128, 64, 4, 3)
 """H200, 2026-11-15, prompts of 4,096: 401 to 413 TFLOP/s, with 8 warps 318, 64 rows 349."""
@@ -121,7 +123,6 @@ class TritonAttention:
         self._dtype = dtype
         self._dense = dense_prefill and not deterministic and dtype != torch.float32 and device.type == "cuda"
         self._prompt_rows = prompt_rows and not deterministic
-        self._prefill = hopper_prefill.FIXED if deterministic else hopper_prefill.FAST
         self.prefill_library: PrefillLibrary | None = None
         """Another library's prefill attention, for fresh prompts that cuDNN does not take (see `pick_up`)."""
         self._scratch: dict[HeadShape, DecodeScratch] = {}
@@ -141,10 +142,14 @@ class TritonAttention:
             return _LARGE_HEADS
         return _FIXED if self.deterministic else _WIDE
 
-    def _tile_over(self, cache: LayerCache, shape: HeadShape) -> MixedShape:
-        """Keys in another type than the queries pass through registers: four warps have too few for 128 rows."""
-        tile = self.tile(shape)
-        return replace(tile, warps=8) if tile is _WIDE and cache.k.dtype != self._dtype else tile
+    def _tile_over(self, cache: LayerCache, shape: HeadShape, plain: bool) -> MixedShape:
+        """The tile of a layer; `plain`: with neither window, soft cap nor sinks.
+
+        Keys in another type than the queries pass through registers: four warps have too few for 128 rows."""
+        tile, same = self.tile(shape), cache.k.dtype == self._dtype
+        if tile is _FIXED and plain and same and hopper_prefill.knows(self.device, self._dtype, shape):
+            return _FIXED_HOPPER
+        return replace(tile, warps=8) if tile is _WIDE and not same else tile
 
     def tokens_per_tile(self, shape: HeadShape) -> int:
         return self.tile(shape).tokens_of(shape.num_heads // shape.num_kv_heads)
@@ -165,13 +170,13 @@ class TritonAttention:
     def takes_prefill(self, shape: HeadShape, block_size: int, plain: bool) -> bool:
         """Whether chunks of prompts go to `hopper_prefill` as far as it can; `plain` as in `takes_fresh`."""
         fits = self._same_type and plain
-        return fits and hopper_prefill.fits(self.device, self._dtype, shape, block_size, self._prefill)
+        return fits and hopper_prefill.fits(self.device, self._dtype, shape, block_size)
 
     def prefill_tiles(
         self, starts: np.ndarray, counts: np.ndarray, shape: HeadShape
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of all sequences of a step: `hopper_prefill.split_tiles`."""
-        return hopper_prefill.split_tiles(starts, counts, hopper_prefill.tokens_of(shape), self._prefill)
+        return hopper_prefill.split_tiles(starts, counts, shape)
 
     def row_tiles(self, counts: np.ndarray, shape: HeadShape, first_seq: int) -> tuple[np.ndarray, np.ndarray]:
         return query_tiles(counts, _ROWS.tokens_of(shape.num_heads // shape.num_kv_heads), first_seq)
@@ -291,30 +296,31 @@ class TritonAttention:
                 out[run.first : end].view(run.tokens, shape.num_heads, shape.head_dim).copy_(part)
         if ctx.paged_tiles is not None and ctx.paged_tiles[0].shape[0]:
             hopper_prefill.hopper_prefill(
-                qkv, cache, table, ctx.rows, ctx.query_start, ctx.context_len, *ctx.paged_tiles, shape, scale, out=out,
-                sizes=self._prefill)
+                qkv, cache, table, ctx.rows, ctx.query_start, ctx.context_len, *ctx.paged_tiles, shape, scale, out=out)
         if ctx.row_tiles is not None and ctx.row_tiles[0].shape[0]:
             fresh_attention(qkv, ctx.query_start, *ctx.row_tiles, shape, scale, out=out, sizes=_ROWS)
         if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:
-            mixed_attention(
-                qkv,
-                cache,
-                table,
-                ctx.rows,
-                ctx.query_start,
-                ctx.context_len,
-                ctx.tile_seq,
-                ctx.tile_first,
-                shape,
-                scale,
-                sizes=self._tile_over(cache, shape),
-                exact=self.deterministic,
-                once=self.deterministic and self._same_type and ctx.num_decodes == qkv.shape[0],
-                pdl=self._fixed_early,
-                late=ctx.num_decodes != qkv.shape[0],
-                **options,
-            )
+            self._tiles(qkv, cache, table, ctx, (ctx.tile_seq, ctx.tile_first), shape, scale, options)
         return out
+
+    def _tiles(
+        self, qkv: Tensor, cache: LayerCache, table: Tensor, ctx: DeviceContext, tiles: tuple[Tensor, Tensor],
+        shape: HeadShape, scale: float, options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """What no other kernel has taken; in deterministic mode, every sequence that decodes."""
+        batch = (qkv, cache, table, ctx.rows, ctx.query_start, ctx.context_len, *tiles, shape, scale)
+        late = ctx.num_decodes != qkv.shape[0]
+        tile = self._tile_over(cache, shape, all(options.get(name) is None for name in ("window", "softcap", "sinks")))
+        if tile is _FIXED_HOPPER and options.get("detours") is None:
+            sizes = hopper_prefill.DECODE
+            if hopper_prefill.fits(self.device, self._dtype, shape, cache.block_size, sizes):
+                pdl = self._fixed_early and not late
+                hopper_prefill.hopper_prefill(*batch, out=options["out"], sizes=sizes, pdl=pdl)
+                return
+        mixed_attention(
+            *batch, sizes=tile, exact=self.deterministic, once=self.deterministic and self._same_type and not late,
+            pdl=self._fixed_early, late=late, **options,
+        )  # fmt: skip
 
     def _latent_sizes(self, shape: LatentShape) -> LatentDecode:
         return decode_sizes(shape, self._dtype.itemsize, self.shared_memory)

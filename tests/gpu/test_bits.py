@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,11 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if torch.cuda.is_available():
+    from quire.attention import triton as attention_backend
     from quire.bench.gpu import tune_fixed
     from quire.kernels.slices import Slices
     from quire.kernels.triton import fixed_prefetch, fixed_tiles, hopper_prefill, linear_fixed, linear_prefetch
-    from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
+    from quire.kernels.triton.attention_mixed import mixed_attention, query_tiles
     from quire.kernels.types import HeadShape
     from tests.kernels.triton import bits, cases
 
@@ -120,63 +123,64 @@ def test_tiles_of_many_rows_give_the_bits_of_the_small_one(slices: tuple[str, in
         assert (sizes, other) == (sizes, [])
 
 
-@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 8, 128)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 8, 128), (64, 4, 128)])
 @torch.inference_mode()
-def test_newer_attention_kernels_give_the_bits_of_the_first(heads: tuple[int, int, int]) -> None:
-    """Chunks of four sequences by 64 rows a tile; then decode steps in one loop, and full tiles by `hopper_prefill`."""
-    shape, kind = HeadShape(*heads), torch.bfloat16
-    queries, contexts = [700, 64, 1, 513], [0, 448, 900, 37]
+def test_newer_attention_kernels_give_the_bits_of_the_first(heads: tuple[int, int, int], dtype: str) -> None:
+    """Chunks of sequences by 64 rows a tile; then all keys in one loop, and both tiles of `hopper_prefill`. What lies
+    behind a sequence's last key is not a number, which only the latter may read."""
+    shape, kind = HeadShape(*heads), getattr(torch, dtype)
+    queries, contexts = [700, 64, 1, 513, 1, 3, 128, 1], [0, 448, 900, 37, 127, 5001, 0, 0]
     lengths = [a + b for a, b in zip(queries, contexts)]
     qkv, cache, table, start, length = cases.paged_batch("cuda", kind, shape, 16, queries, lengths)
-    sizes, group = MixedShape(64, 64, 4, 3), shape.num_heads // shape.num_kv_heads
+    sizes, group = attention_backend._FIXED_HOPPER, shape.num_heads // shape.num_kv_heads
     on_device = lambda parts: [torch.from_numpy(part).cuda() for part in parts]  # noqa: E731
+    tiles = on_device(query_tiles(np.array(queries), sizes.tokens_of(group)))
 
-    def mixed(**options: bool) -> torch.Tensor:
-        tiles = on_device(query_tiles(np.array(queries), sizes.tokens_of(group)))
-        return mixed_attention(qkv, cache, table, None, start, length, *tiles, shape, 0.2, sizes=sizes, exact=True,
-                               **options)  # fmt: skip
+    def mixed(**options: Any) -> torch.Tensor:
+        return mixed_attention(qkv, cache, table, None, start, length, *tiles, shape, 0.2,
+                               **{"sizes": sizes, "exact": True} | options)  # fmt: skip
 
     want = mixed()
     assert torch.equal(mixed(once=True), want) and torch.equal(mixed(once=True, pdl=True), want)
-    assert torch.equal(mixed(pdl=True), want)
+    assert torch.equal(mixed(pdl=True), want) and torch.equal(mixed(once=True, sizes=replace(sizes, stages=3)), want)
+    assert not torch.equal(mixed(sizes=replace(sizes, keys=64)), want)  # the comparison would show it
     if not hopper_prefill.fits(torch.device("cuda", torch.cuda.current_device()), kind, shape, 16):
         pytest.skip("prefill needs Hopper, and the version of Triton that the kernel is written for")
-    *tiles, taken = hopper_prefill.split_tiles(np.array(contexts), np.array(queries), hopper_prefill.tokens_of(shape))
-    out = want.clone()
-    for seq, count in enumerate(taken.tolist()):
-        out[int(start[seq]) : int(start[seq]) + count] = float("nan")
-    assert out.isnan().any()
-    hopper_prefill.hopper_prefill(qkv, cache, table, None, start, length, *on_device(tiles), shape, 0.2, out=out)
-    assert torch.equal(out, want)
-
-
-@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (64, 4, 128)])
-@torch.inference_mode()
-def test_fast_prefill_is_right_and_reads_no_value_behind_the_end(heads: tuple[int, int, int]) -> None:
-    """What lies behind a sequence's last key, in its last block too, is not a number."""
-    shape, kind = HeadShape(*heads), torch.bfloat16
-    fast, group = hopper_prefill.FAST, shape.num_heads // shape.num_kv_heads
-    if not hopper_prefill.fits(torch.device("cuda", torch.cuda.current_device()), kind, shape, 16, fast):
-        pytest.skip("needs Hopper, and the version of Triton that the kernel is written for")
-    queries, contexts = [700, 64, 1, 513, 3], [0, 448, 900, 37, 5001]
-    lengths = [a + b for a, b in zip(queries, contexts)]
-    qkv, cache, table, start, length = cases.paged_batch("cuda", kind, shape, 16, queries, lengths)
-    want = mixed_attention(qkv, cache, table, None, start, length, *(
-        torch.from_numpy(part).cuda() for part in query_tiles(np.array(queries), MixedShape().tokens_of(group))),
-        shape, 0.2)  # fmt: skip
     for seq, keys in enumerate(lengths):
         for part in (cache.k, cache.v):
             if keys % 16:
                 part[int(table[seq, keys // 16]), :, keys % 16 :] = float("nan")
-    tokens = hopper_prefill.tokens_of(shape)
-    *tiles, taken = hopper_prefill.split_tiles(np.array(contexts), np.array(queries), tokens, fast)
-    assert taken.tolist() == [700, 64, 0, 513, 3]
-    out = torch.zeros_like(want)
-    hopper_prefill.hopper_prefill(qkv, cache, table, None, start, length,
-                                  *(torch.from_numpy(part).cuda() for part in tiles), shape, 0.2, out=out, sizes=fast)
-    single = slice(int(start[2]), int(start[3]))
-    want[single] = 0
-    assert torch.allclose(out.float(), want.float(), atol=0.02, rtol=0.02)
+    small = [hopper_prefill.PrefillShape(128, *each) for each in ((3, 1, 1), (2, 1, 1), (1, 1, 2))]
+    for each in small:
+        for pdl in (False, True):
+            out = torch.full_like(want, float("nan"))
+            hopper_prefill.hopper_prefill(
+                qkv, cache, table, None, start, length, *tiles, shape, 0.2, out=out, sizes=each, pdl=pdl)
+            assert torch.equal(out, want), (each, pdl)
+    *large, taken = hopper_prefill.split_tiles(np.array(contexts), np.array(queries), shape)
+    out = want.clone()
+    for seq, count in enumerate(taken.tolist()):
+        out[int(start[seq]) : int(start[seq]) + count] = float("nan")
+    assert taken.tolist() == [700, 64, 0, 513, 0, 3, 128, 0] and out.isnan().any()
+    hopper_prefill.hopper_prefill(qkv, cache, table, None, start, length, *on_device(large), shape, 0.2, out=out)
+    assert torch.equal(out, want)
+
+
+@torch.inference_mode()
+def test_rows_of_no_sequence_and_sequences_of_no_key_read_nothing() -> None:
+    """As padding has them: a tile of sequence -1 writes nothing, one without keys zeros, whatever its row."""
+    shape, kind = HeadShape(32, 8, 128), torch.bfloat16
+    if not hopper_prefill.fits(torch.device("cuda", torch.cuda.current_device()), kind, shape, 16):
+        pytest.skip("needs Hopper, and the version of Triton that the kernel is written for")
+    qkv, cache, table, start, length = cases.paged_batch("cuda", kind, shape, 16, [1, 1, 1], [300, 40, 128])
+    rows = torch.tensor([0, -(1 << 20), 2], dtype=torch.int32, device="cuda")
+    length[1] = 0
+    tiles = [torch.tensor(part, dtype=torch.int32, device="cuda") for part in ([0, 1, -1], [0, 0, 0])]
+    out = torch.full((3, 32 * 128), 7.0, dtype=kind, device="cuda")
+    hopper_prefill.hopper_prefill(qkv, cache, table, rows, start, length, *tiles, shape, 0.2, out=out,
+                                  sizes=hopper_prefill.DECODE)  # fmt: skip
+    assert (out[0] != 7).any() and (out[1] == 0).all() and (out[2] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,7 +17,7 @@ if torch.cuda.is_available():
     from tests.worker.gpu.drafting import Case, accepted, looping, remembering, speculation, texts_with_an_abort
     from tests.worker.gpu.engines import GEMMA3, MAX_LEN, QWEN3, SEQS, make_engine, run
 
-    CONFIGS = {"full": QWEN3, "windows": GEMMA3}
+    CONFIGS = {"full": QWEN3, "windows": GEMMA3, "heads of 128": {**QWEN3, "head_dim": 128, "num_attention_heads": 8}}
 
 METHODS = ("ngram", "suffix", "skip_layers", "draft_model", "itself")
 
@@ -26,7 +26,8 @@ def engine(
     config: dict[str, Any], *, depth: int = 2, budget: int = 40, deterministic: bool = True, **asked: Any
 ) -> Any:
     length = min(MAX_LEN, asked.get("num_blocks", 60) * asked.get("block_size", 8))
-    options = DeviceOptions(device="cuda", dtype="float32", max_num_seqs=SEQS, max_num_batched_tokens=budget,
+    kind = "bfloat16" if config["head_dim"] == 128 else "float32"
+    options = DeviceOptions(device="cuda", dtype=kind, max_num_seqs=SEQS, max_num_batched_tokens=budget,
                             max_model_len=length, deterministic=deterministic)
     return make_engine(config, device=True, depth=depth, budget=budget, options=options, **asked)
 
@@ -61,6 +62,7 @@ def replays(core: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("method", "family"), [
     *((method, "full") for method in METHODS), ("ngram", "windows"), ("draft_model", "windows"),
+    ("ngram", "heads of 128"), ("suffix", "heads of 128"),
 ])
 def test_drafts_change_no_bit_where_kernels_do_not_depend_on_the_batch(method: str, family: str) -> None:
     core = engine(CONFIGS[family], **speculation(method))

@@ -17,7 +17,7 @@ if torch.cuda.is_available():
     from tests.worker.gpu.engines import GEMMA3, MAX_LEN, QWEN3, SEQS, make_engine, run
     from tests.worker.gpu.head_cases import faint
 
-    CONFIGS = {"full": QWEN3, "windows": GEMMA3}
+    CONFIGS = {"full": QWEN3, "windows": GEMMA3, "heads of 128": {**QWEN3, "head_dim": 128, "num_attention_heads": 8}}
 
 
 def engine(config: dict[str, Any], *, deterministic: bool = True, dtype: str = "float32", **more: Any) -> Any:
@@ -38,10 +38,14 @@ def test_branches_are_found_and_moved(dtype: torch.dtype) -> None:
     check_branches("cuda", dtype)
 
 
-@pytest.mark.parametrize(("family", "more"), [("full", {}), ("windows", {}), ("full", {"num_blocks": 16})],
-                         ids=["full", "windows", "short memory"])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("full", {}), ("windows", {}), ("full", {"num_blocks": 16}), ("heads of 128", {"dtype": "bfloat16"})],
+    ids=["full", "windows", "short memory", "heads of 128"],
+)
 def test_trees_change_no_bit(family: str, more: dict[str, Any]) -> None:
-    core = engine(CONFIGS[family])
+    """Heads of 128 in 16 bits: on Hopper nodes of trees have another kernel than rows without."""
+    core = engine(CONFIGS[family], dtype=more.get("dtype", "float32"))
     plain, again = told(core, forking()), told(core, forking(6, again=True))
     core.close()
     core = engine(CONFIGS[family], **more, **trees())

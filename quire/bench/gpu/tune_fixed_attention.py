@@ -1,9 +1,9 @@
 """`python -m quire.bench.gpu.tune_fixed_attention`: attention of deterministic mode by every kernel that might serve.
 
-Of each: microseconds, and what share of its elements has the bits of the kernel in use ("mixed"). A JSON line for each
-batch. "once STAGES": decode steps in one loop; "prefill": `hopper_prefill`, with "mixed" for what it leaves; "cudnn":
-what plain mode has for fresh prompts, "wide" its tiles, and "fast KEYS STAGES" what `hopper_prefill` may do
-there: these give other bits, "off" says by how much at most.
+Of each: microseconds, and what share of its elements has the bits of the first kernel ("mixed"). A JSON line for each
+batch. "once STAGES": decode steps in one loop; "prefill": `hopper_prefill`, "paged STAGES PROGRAMS" its tiles of 64
+rows for decode steps. "cudnn": what plain mode has for fresh prompts, "wide" its tiles; and with 64 keys at a time
+"once of 64" and "prefill of 64": these give other bits, "off" says by how much at most.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from quire.bench.gpu.tune import graph_seconds
 DECODES = ((1, 384), (1, 4000), (32, 1152), (256, 1064))
 PROMPTS = ((4, 4096, 0), (16, 1024, 0), (8, 1000, 24), (1, 8192, 24576), (1, 8192, 118784), (4, 700, 20011))
 """Sequences, and their keys; sequences, and their queries after so many keys."""
-_FAST = ((64, 5), (128, 3))
-"""Keys and stages."""
+_PAGED = ((3, 1), (2, 1), (1, 1), (1, 2))
+"""Stages, and programs on a multiprocessor."""
 _PAGE, _SCALE, _LEAST_BYTES = 16, 0.088, 2e8
 _DEVICE = "cuda"
 Way = Callable[[Any, Any], Any]
@@ -77,19 +77,22 @@ def measure(heads: int, count: int, queries: int, before: int) -> dict[str, Any]
 
 
 def _ways(batch: _Batch) -> Iterator[tuple[str, Way]]:
-    from quire.attention.triton import _WIDE
-    from quire.kernels.triton import hopper_prefill
+    from quire.attention.triton import _FIXED, _WIDE
+    from quire.kernels.triton.hopper_prefill import PREFILL, PrefillShape
 
     yield "mixed", partial(_mixed, batch, {})
     yield "mixed early", partial(_mixed, batch, {"pdl": True})
     if batch.queries == 1:
-        for stages in (2, 3, 4):
+        for stages in (2, 3):
             yield f"once {stages}", partial(_mixed, batch, {"once": True, "pdl": True, "stages": stages})
+        yield "once of 64", partial(_mixed, batch, {"once": True, "pdl": True, "sizes": _FIXED})
+        for stages, programs in _PAGED:
+            sizes = PrefillShape(PREFILL.keys, stages, groups=1, programs=programs)
+            yield f"paged {stages} {programs}", partial(_paged, batch, sizes)
     else:
-        yield "prefill", partial(_prefill, batch, hopper_prefill.FIXED)
+        yield "prefill", partial(_paged, batch, PREFILL)
         yield "wide", partial(_mixed, batch, {"sizes": _WIDE, "exact": False})
-        for sizes in (hopper_prefill.PrefillShape(*each) for each in _FAST):
-            yield f"fast {sizes.keys} {sizes.stages}", partial(_prefill, batch, sizes)
+        yield "prefill of 64", partial(_paged, batch, PrefillShape(64, 5))
         if not batch.before:
             yield "cudnn", partial(_cudnn, batch)
 
@@ -97,38 +100,32 @@ def _ways(batch: _Batch) -> Iterator[tuple[str, Way]]:
 def _mixed(batch: _Batch, options: dict[str, Any], cache: Any, out: Any) -> None:
     import numpy as np
 
-    _tiled(batch, options, cache, out, np.zeros(batch.count, np.int64))
-
-
-def _tiled(batch: _Batch, options: dict[str, Any], cache: Any, out: Any, skipped: Any) -> None:
-    """The mixed kernel from token `skipped` of each sequence on."""
-    import numpy as np
-
-    from quire.attention.triton import _FIXED
+    from quire.attention.triton import _FIXED_HOPPER
     from quire.kernels.triton.attention_mixed import mixed_attention, query_tiles
 
     options = {"exact": True, **options}
-    sizes = replace(options.pop("sizes", _FIXED), stages=options.pop("stages", _FIXED.stages))
+    sizes = options.pop("sizes", _FIXED_HOPPER)
+    sizes = replace(sizes, stages=options.pop("stages", sizes.stages))
     tokens = sizes.tokens_of(batch.shape.num_heads // batch.shape.num_kv_heads)
-    seqs, firsts = query_tiles(np.full(batch.count, batch.queries) - skipped, tokens)
-    if len(seqs):
-        tile_seq, tile_first = _on_device(batch, seqs, (firsts + skipped[seqs]).astype(np.int32))
-        mixed_attention(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, tile_seq, tile_first,
-                        batch.shape, _SCALE, out=out, sizes=sizes, **options)  # fmt: skip
+    tile_seq, tile_first = _on_device(batch, *query_tiles(np.full(batch.count, batch.queries), tokens))
+    mixed_attention(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, tile_seq, tile_first,
+                    batch.shape, _SCALE, out=out, sizes=sizes, **options)  # fmt: skip
 
 
-def _prefill(batch: _Batch, sizes: Any, cache: Any, out: Any) -> None:
+def _paged(batch: _Batch, sizes: Any, cache: Any, out: Any) -> None:
     import numpy as np
 
     from quire.kernels.triton import hopper_prefill
+    from quire.kernels.triton.attention_mixed import query_tiles
 
     queries = np.full(batch.count, batch.queries)
-    seqs, firsts, taken = hopper_prefill.split_tiles(
-        np.full(batch.count, batch.before), queries, hopper_prefill.tokens_of(batch.shape), sizes)
+    seqs, firsts = query_tiles(queries, sizes.tokens_of(batch.shape))
+    if batch.queries > 1:
+        seqs, firsts, _ = hopper_prefill.split_tiles(np.full(batch.count, batch.before), queries, batch.shape, sizes)
     tile_seq, tile_first = _on_device(batch, seqs, firsts)
     hopper_prefill.hopper_prefill(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, tile_seq,
-                                  tile_first, batch.shape, _SCALE, out=out, sizes=sizes)  # fmt: skip
-    _tiled(batch, {"pdl": True}, cache, out, taken)
+                                  tile_first, batch.shape, _SCALE, out=out, sizes=sizes,
+                                  pdl=batch.queries == 1)  # fmt: skip
 
 
 def _cudnn(batch: _Batch, cache: Any, out: Any) -> None:

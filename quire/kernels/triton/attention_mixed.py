@@ -102,21 +102,23 @@ def _fold(
         k = tl.load(k_cache + places).to(q.dtype)
     else:
         k = tl.load(k_cache + places, mask=(dim < DIM)[None, :], other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    left = scale
     if SOFTCAP:
-        z = scores * (0.6931471805599453 / softcap)
+        z = scores * scale * (0.6931471805599453 / softcap)
         scores = softcap * 1.4426950408889634 * (1.0 - 2.0 / (1.0 + tl.exp2(2.885390081777927 * z)))
+        left = 1.0
     if MASKED:
         seen = (position[None, :] <= reach[:, None]) & present[None, :]
         if WINDOW:
             seen = seen & (position[None, :] > reach[:, None] - window)
         scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(maximum, tl.max(scores, axis=1))
+    higher = tl.maximum(maximum, tl.max(scores, axis=1) * left)
     # A row that has seen no key yet stays at -inf; 0 instead keeps it from becoming NaN.
     level = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - level[:, None])
+    weights = tl.exp2(tl.fma(scores, left, -level[:, None]))
     shrink = tl.exp2(maximum - level)
-    total = total * shrink + tl.sum(weights, axis=1)
+    total = tl.fma(total, shrink, tl.sum(weights, axis=1))
     if MASKED:
         v = tl.load(v_cache + places, mask=loads, other=0.0).to(q.dtype)
     elif DIM == BLOCK_DIM:
@@ -275,8 +277,8 @@ def mixed_attention(
 
     `detours`: as in `StepContext`, of sequences of one query. `sinks` float32 [Hq]: scores without a value, which take
     part in each head's softmax.
-    `exact` forbids fused multiply-adds: the compiler uses them in the loop without a mask and not in the one with, so a
-    query's bits would depend on where its chunk began.
+    `exact` forbids fused multiply-adds but those of the source, which `hopper_prefill` makes too: the compiler's own
+    were in the loop without a mask only, so a query's bits depended on where its chunk began.
 
     `once`: all keys in one loop, which masks and knows its blocks a turn early: for tiles of one query, that wait for
     memory more than they compute. With `exact` it makes the same operations in the same order. `late`: the kernel of an

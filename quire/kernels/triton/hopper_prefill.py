@@ -1,10 +1,10 @@
 """Prefill attention on Hopper over paged keys, in tiles of 128 rows of queries: prompts and chunks of any context.
+In deterministic mode also decode steps, in tiles of 64.
 
-`FIXED` serves deterministic mode: keys are folded 64 at a time at the places of `attention_mixed` with `exact`, with
-the same tensor core instructions along k and the same order in each softmax, so the bits are the same
-(tests/gpu/test_bits.py compares them on a chip). It takes full tiles whose last turn of keys is all there and leaves
-the others to `attention_mixed`. `FAST` has no such duty and takes every tile. Neither lets a value that is not the
-sequence's own into a product, not even times zero.
+Keys are folded 128 at a time at the places of `attention_mixed` with as many, with the same tensor core instructions
+along k and the same operations in the same order in each softmax, so the bits are the same (tests/gpu/test_bits.py
+compares them on a chip): a row of deterministic mode may come from either. No value that is not the sequence's own gets
+into a product, not even times zero.
 """
 
 from __future__ import annotations
@@ -29,65 +29,53 @@ try:
 except ImportError:  # another version of Triton
     hopper_prefill_kernel = None
 
-ROWS, _HALF, _DIM = 128, 64, 128
+_HALF, _DIM = 64, 128
 _REGISTERS = 240
 _KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """Keys of a turn, turns on their way, and whether the operations are those of `attention_mixed` with `exact`."""
+    """Keys of a turn, turns on their way, warp groups of 64 rows, and programs on a multiprocessor."""
 
     keys: int
     stages: int
-    exact: bool = False
+    groups: int = 2
+    programs: int = 1
+
+    def tokens_of(self, shape: HeadShape) -> int:
+        """Tokens of a tile."""
+        return self.groups * 64 // (shape.num_heads // shape.num_kv_heads)
 
 
-FIXED = PrefillShape(64, 5, exact=True)
-FAST = PrefillShape(128, 3)
+PREFILL = PrefillShape(128, 3)
 """H200, 2026-11-18, 32 heads, TFLOP/s of chunks of 8,192 tokens after 24,576 and 118,784 others: 566 and 530 (by
 `attention_mixed` 446 and 383); of 8 chunks of 1,000: 377. With each warp group's softmax beside its own products of
 weights and values, as well: 563, 540 and 331."""
+DECODE = PrefillShape(128, 3, groups=1)
+"""Tiles of 64 rows, as `attention_mixed` has them in deterministic mode."""
+
+
+def knows(device: torch.device, dtype: torch.dtype, shape: HeadShape) -> bool:
+    """Whether the kernel knows such heads and this chip, however many heads there are."""
+    return available(device) and dtype in _KINDS and shape.head_dim == _DIM
 
 
 def fits(
-    device: torch.device, dtype: torch.dtype, shape: HeadShape, block_size: int, sizes: PrefillShape = FIXED
+    device: torch.device, dtype: torch.dtype, shape: HeadShape, block_size: int, sizes: PrefillShape = PREFILL
 ) -> bool:
-    """Whether the kernel knows such heads, such pages and this chip; windows, soft caps and sinks it does not know."""
-    group = shape.num_heads // shape.num_kv_heads
+    """Whether it knows such pages too, and as many heads; windows, soft caps and sinks it does not know."""
     pages = block_size % 8 == 0 and sizes.keys % block_size == 0
-    return available(device) and dtype in _KINDS and shape.head_dim == _DIM and 64 % group == 0 and pages
-
-
-def tokens_of(shape: HeadShape) -> int:
-    """Tokens of a tile."""
-    return ROWS // (shape.num_heads // shape.num_kv_heads)
-
-
-def whole_tokens(start: int, count: int, tokens: int, keys: int) -> int:
-    """How many of a chunk's `count` tokens, after `start` others, are in full tiles whose last turn of keys is there:
-    those come first."""
-    tiles = count // tokens
-    while tiles and -(-(start + tiles * tokens) // keys) * keys > start + count:
-        tiles -= 1
-    return tiles * tokens
-
-
-def _taken(starts: np.ndarray, counts: np.ndarray, tokens: int, sizes: PrefillShape) -> np.ndarray:
-    """Tokens of every chunk that the kernel takes, the first ones: with `exact` those of `whole_tokens`, else all, but
-    for a single one, which decodes."""
-    if not sizes.exact:
-        return np.where(np.asarray(counts) > 1, counts, 0).astype(np.int64)
-    found = [whole_tokens(int(a), int(n), tokens, sizes.keys) for a, n in zip(starts, counts, strict=True)]
-    return np.array(found, np.int64)
+    return knows(device, dtype, shape) and 64 % (shape.num_heads // shape.num_kv_heads) == 0 and pages
 
 
 def split_tiles(
-    starts: np.ndarray, counts: np.ndarray, tokens: int, sizes: PrefillShape = FIXED
+    starts: np.ndarray, counts: np.ndarray, shape: HeadShape, sizes: PrefillShape = PREFILL
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(sequence, first token) of the tiles that this kernel takes, those with the most keys first; and how many tokens
-    of each chunk they are."""
-    taken = _taken(starts, counts, tokens, sizes)
+    of each chunk they are: all, but for a single one, which decodes."""
+    tokens = sizes.tokens_of(shape)
+    taken = np.where(np.asarray(counts) > 1, counts, 0).astype(np.int64)
     tiles = -(-taken // tokens)
     seqs = np.repeat(np.arange(len(counts)), tiles)
     firsts = (np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens
@@ -98,14 +86,17 @@ def split_tiles(
 def hopper_prefill(
     qkv: Tensor, cache: LayerCache, tables: Tensor, rows: Tensor | None, query_start: Tensor, context_len: Tensor,
     tile_seq: Tensor, tile_first: Tensor, shape: HeadShape, scale: float, *, out: Tensor,
-    sizes: PrefillShape = FIXED,
+    sizes: PrefillShape = PREFILL, pdl: bool = False,
 ) -> None:
-    """Causal attention of the queries in the tiles of `split_tiles`, into `out` [T, Hq*hd]."""
+    """Causal attention of the queries in the tiles, into `out` [T, Hq*hd].
+
+    With one warp group steps may be padded: a tile whose sequence is -1 does nothing, a sequence without keys gets
+    zeros."""
     items = tile_seq.shape[0] * shape.num_kv_heads
     if items == 0:
         return
     ring, sums, values, stored = _layouts(_KINDS[qkv.dtype], sizes.keys)
-    hopper_prefill_kernel[(min(items, multiprocessors(qkv.device)),)](
+    hopper_prefill_kernel[(min(items, sizes.programs * multiprocessors(qkv.device)),)](
         _paged(cache.k, cache.block_size, ring),
         _paged(cache.v, cache.block_size, ring),
         qkv,
@@ -127,15 +118,17 @@ def hopper_prefill(
         sizes.keys,
         sizes.stages,
         rows is not None,
-        sizes.exact,
+        sizes.groups,
+        pdl,
         _REGISTERS,
         ring,
         sums,
         values,
         stored,
         num_warps=4,
-        maxnreg=168,
-        enable_fp_fusion=not sizes.exact,
+        maxnreg=168 if sizes.groups == 2 else 128,
+        enable_fp_fusion=False,
+        **({"launch_pdl": True} if pdl else {}),
     )
 
 

@@ -1,11 +1,13 @@
-"""The kernel of `hopper_prefill`, in Gluon: prefill attention over paged keys by two warp groups and a loading warp.
+"""The kernel of `hopper_prefill`, in Gluon: attention over paged keys by one or two warp groups and a loading warp.
 
-One warp copies keys and values, page by page, into two rings; two warp groups take 64 rows of queries each, so that one
-computes its softmax while the other multiplies. A warp group also issues its next scores before it waits for the sum of
-weighted values. A head's 128 features come in two halves, since the copy engine swizzles 128 bytes: each half of the
-scores' sum goes on where the other ended, and each half of the values has sums of its own, so no order changes.
+One warp copies keys and values, page by page, into two rings; warp groups take 64 rows of queries each: two for chunks,
+so that one computes its softmax while the other multiplies, one for steps that decode, whose tiles have the heads of
+one token. A warp group also issues its next scores before it waits for the sum of weighted values. A head's 128
+features come in two halves, since the copy engine swizzles 128 bytes: each half of the scores' sum goes on where the
+other ended, and each half of the values has sums of its own, so no order changes.
 
-With EXACT it makes the operations of `attention_mixed`, in its order.
+Its operations on a row are those of `attention_mixed`, in the same order. What tiles there are and where their keys lie
+was written by earlier kernels than the one before: with PDL it is read while that one still runs.
 """
 
 from __future__ import annotations
@@ -19,20 +21,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
 def _tile(item, tile_seq, tile_first, query_start, context_len, NUM_KV: gl.constexpr, TOKENS: gl.constexpr,
-          KEYS: gl.constexpr):  # fmt: skip
+          KEYS: gl.constexpr, PADDED: gl.constexpr):  # fmt: skip
     """Of a program's piece of work: KV head, sequence, first token, first row and number of its queries, keys before
-    them, and turns of keys that some row of the tile sees."""
+    them, and turns of keys that some row of the tile sees. With PADDED a tile may be of no sequence: it has neither
+    queries nor turns."""
     head, tile = item % NUM_KV, item // NUM_KV
-    seq = gl.load(tile_seq + tile)
+    owner = gl.load(tile_seq + tile)
+    seq = owner
+    if PADDED:
+        seq = gl.maximum(owner, 0)
     first = gl.load(tile_first + tile)
     begin = gl.load(query_start + seq)
     queries = gl.load(query_start + seq + 1) - begin
     before = gl.load(context_len + seq) - queries
     turns = (before + gl.minimum(first + TOKENS, queries) + KEYS - 1) // KEYS
+    if PADDED:
+        queries = gl.where(owner < 0, 0, queries)
+        turns = gl.where(owner < 0, 0, turns)
     return head, seq, first, begin, queries, before, turns
 
 
@@ -63,13 +73,13 @@ def _copy_keys(cache, ring, full, free, stage, parity, pages, PAGE: gl.constexpr
 def _load_tiles(
     k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows, tile_seq, tile_first, query_start,
     context_len, num_items, table_stride, STAGES: gl.constexpr, NUM_KV: gl.constexpr, TOKENS: gl.constexpr,
-    PAGE: gl.constexpr, HAS_ROWS: gl.constexpr,
+    PAGE: gl.constexpr, HAS_ROWS: gl.constexpr, PDL: gl.constexpr, PADDED: gl.constexpr,
 ):  # fmt: skip
     KEYS: gl.constexpr = k_ring.shape[1]
     done = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         head, seq, _first, _begin, queries, before, turns = _tile(
-            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS)
+            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS, PADDED)
         row = seq
         if HAS_ROWS:
             row = gl.load(rows + seq)
@@ -78,6 +88,8 @@ def _load_tiles(
         for turn in range(turns):
             stage, parity = (done + turn) % STAGES, ((done + turn) // STAGES + 1) & 1
             pages = _page_rows(table, turn * (KEYS // PAGE), last, head, NUM_KV, PAGE, KEYS // PAGE)
+            if PDL:
+                gdc_wait()
             _copy_keys(k_cache, k_ring, k_full, k_free, stage, parity, pages, PAGE)
             _copy_keys(v_cache, v_ring, v_full, v_free, stage, parity, pages, PAGE)
         done += turns
@@ -97,24 +109,17 @@ def _start_scores(q_low, q_high, ring, full, turn, STAGES: gl.constexpr, SUMS: g
 
 
 @gluon.jit
-def _softmax(scores, start, open_end, reach, scale, maximum, total, EXACT: gl.constexpr, SUMS: gl.constexpr):
+def _softmax(scores, start, open_end, reach, scale, maximum, total, SUMS: gl.constexpr):
     """Folds a turn's scores in: (its weights, by what older sums shrink, maximum, total)."""
     KEYS: gl.constexpr = scores.shape[1]
-    if EXACT:
-        scores = scores * scale
     if start >= open_end:
         position = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SUMS))
         scores = gl.where(position[None, :] <= reach[:, None], scores, float("-inf"))
-    if EXACT:
-        higher = gl.maximum(maximum, gl.max(scores, axis=1))
-        level = gl.where(higher == float("-inf"), 0.0, higher)
-        weights = gl.exp2(scores - level[:, None])
-    else:  # Every row sees the first key: no maximum stays at -inf. One fused multiply-add a score.
-        higher = gl.maximum(maximum, gl.max(scores, axis=1) * scale)
-        level = higher
-        weights = gl.exp2(scores * scale - level[:, None])
-    shrink = gl.exp2(maximum - level)
-    total = total * shrink + gl.sum(weights, axis=1)
+    # Every row sees the first key: no maximum stays at -inf. One fused multiply-add a score.
+    higher = gl.maximum(maximum, gl.max(scores, axis=1) * scale)
+    weights = gl.exp2(gl.fma(scores, scale, -higher[:, None]))
+    shrink = gl.exp2(maximum - higher)
+    total = gl.fma(total, shrink, gl.sum(weights, axis=1))
     return weights, shrink, higher, total
 
 
@@ -156,7 +161,7 @@ def _forget(ring, full, clean, turn, present, forgotten, WHO: gl.constexpr, STAG
 @gluon.jit
 def _fold_keys(
     q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, keys, forgotten, open_end,
-    reach, scale, WHO: gl.constexpr, EXACT: gl.constexpr, STAGES: gl.constexpr,
+    reach, scale, WHO: gl.constexpr, STAGES: gl.constexpr,
     SUMS: gl.constexpr, VALUES: gl.constexpr, P: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     """All turns of a tile, of a sequence of so many keys: (sums of values, in halves, and of weights)."""
@@ -169,7 +174,7 @@ def _fold_keys(
     high = gl.zeros((ROWS, WIDTH), gl.float32, VALUES)
     scores = warpgroup_mma_wait(0, deps=(_start_scores(q_low, q_high, k_ring, k_full, done, STAGES, SUMS),))
     mbarrier.arrive(k_free.index(done % STAGES))
-    weights, _nothing, maximum, total = _softmax(scores, 0, open_end, reach, scale, maximum, total, EXACT, SUMS)
+    weights, _nothing, maximum, total = _softmax(scores, 0, open_end, reach, scale, maximum, total, SUMS)
     p = gl.convert_layout(weights.to(k_ring.dtype), P)
     for turn in range(1, turns):
         low, high = _start_values(p, low, high, v_ring, v_full, done + turn - 1, STAGES)
@@ -178,10 +183,10 @@ def _fold_keys(
         mbarrier.arrive(v_free.index((done + turn - 1) % STAGES))
         mbarrier.arrive(k_free.index((done + turn) % STAGES))
         weights, shrink, maximum, total = _softmax(
-            scores, turn * KEYS, open_end, reach, scale, maximum, total, EXACT, SUMS)
+            scores, turn * KEYS, open_end, reach, scale, maximum, total, SUMS)
         low, high = _shrink(low, high, shrink, VALUES)
         p = gl.convert_layout(weights.to(k_ring.dtype), P)
-    if not EXACT and keys < turns * KEYS:
+    if keys < turns * KEYS:
         _forget(v_ring, v_full, clean, done + turns - 1, keys - (turns - 1) * KEYS, forgotten, WHO, STAGES, STORED)
     low, high = _start_values(p, low, high, v_ring, v_full, done + turns - 1, STAGES)
     low, high = warpgroup_mma_wait(0, deps=(low, high))
@@ -192,22 +197,22 @@ def _fold_keys(
 @gluon.jit
 def _attend_tiles(
     qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first, query_start, context_len, out,
-    num_items, scale, q_stride, WHO: gl.constexpr, STAGES: gl.constexpr, NUM_HEADS: gl.constexpr,
-    NUM_KV: gl.constexpr, GROUP: gl.constexpr, EXACT: gl.constexpr, SUMS: gl.constexpr,
+    num_items, scale, q_stride, WHO: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr, SUMS: gl.constexpr,
     VALUES: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
-    """A warp group: its half of the rows of one tile after another."""
+    """A warp group: its rows of one tile after another. Padding, a sequence without keys, gets zeros."""
     ROWS: gl.constexpr = 64
     KEYS: gl.constexpr = k_ring.shape[1]
     WIDTH: gl.constexpr = k_ring.shape[2]
     DIM: gl.constexpr = 2 * WIDTH
-    TOKENS: gl.constexpr = 2 * ROWS // GROUP
+    TOKENS: gl.constexpr = GROUPS * ROWS // GROUP
     Q: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     P: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     done, forgotten = 0, 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         head, _seq, first, begin, queries, before, turns = _tile(
-            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS)
+            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS, GROUPS == 1)
         # The queries, through the layout in which rows are read and stored.
         index = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
         dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STORED))
@@ -216,56 +221,39 @@ def _attend_tiles(
         column = (head * GROUP + index % GROUP)[:, None] * DIM + dim[None, :]
         place = (begin + token).to(gl.int64)[:, None]
         source = qkv + (place * q_stride + column)
-        q_low = gl.convert_layout(gl.load(source, mask=used, other=0.0), Q)
-        q_high = gl.convert_layout(gl.load(source + WIDTH, mask=used, other=0.0), Q)
-        mine = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
-        reach = before + first + mine // GROUP
-        open_end = (before + first + 1) // KEYS * KEYS
-        low, high, total = _fold_keys(
-            q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, before + queries,
-            forgotten, open_end, reach, scale, WHO, EXACT, STAGES, SUMS, VALUES, P, STORED)
+        target = out + (place * (NUM_HEADS * DIM) + column)
+        kind = out.dtype.element_ty
+        if PDL:
+            gdc_wait()
+        if GROUPS == 1 and turns == 0:
+            nothing = gl.zeros((ROWS, WIDTH), kind, STORED)
+            gl.store(target, nothing, mask=used)
+            gl.store(target + WIDTH, nothing, mask=used)
+        else:
+            q_low = gl.convert_layout(gl.load(source, mask=used, other=0.0), Q)
+            q_high = gl.convert_layout(gl.load(source + WIDTH, mask=used, other=0.0), Q)
+            mine = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
+            reach = before + first + mine // GROUP
+            open_end = (before + first + 1) // KEYS * KEYS
+            low, high, total = _fold_keys(
+                q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, before + queries,
+                forgotten, open_end, reach, scale, WHO, STAGES, SUMS, VALUES, P, STORED)
+            # One division a row, not one a feature.
+            low, high = _shrink(low, high, 1.0 / gl.where(total > 0, total, 1.0), VALUES)
+            gl.store(target, gl.convert_layout(low.to(kind), STORED), mask=used)
+            gl.store(target + WIDTH, gl.convert_layout(high.to(kind), STORED), mask=used)
         done += turns
         if before + queries < turns * KEYS:
             forgotten += 1
-        # One division a row, not one a feature.
-        low, high = _shrink(low, high, 1.0 / gl.where(total > 0, total, 1.0), VALUES)
-        target = out + (place * (NUM_HEADS * DIM) + column)
-        kind = out.dtype.element_ty
-        gl.store(target, gl.convert_layout(low.to(kind), STORED), mask=used)
-        gl.store(target + WIDTH, gl.convert_layout(high.to(kind), STORED), mask=used)
 
 
 @gluon.jit(do_not_specialize=["num_items"])
 def hopper_prefill_kernel(
-    k_cache,
-    v_cache,
-    qkv,
-    out,
-    tables,
-    rows,
-    query_start,
-    context_len,
-    tile_seq,
-    tile_first,
-    num_items,
-    scale,
-    q_stride,
-    table_stride,
-    NUM_HEADS: gl.constexpr,
-    NUM_KV: gl.constexpr,
-    GROUP: gl.constexpr,
-    PAGE: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    HAS_ROWS: gl.constexpr,
-    EXACT: gl.constexpr,
-   
-    REGISTERS: gl.constexpr,
-    RING: gl.constexpr,
-    SUMS: gl.constexpr,
-    VALUES: gl.constexpr,
-    STORED: gl.constexpr,
-):
+    k_cache, v_cache, qkv, out, tables, rows, query_start, context_len, tile_seq, tile_first, num_items, scale,
+    q_stride, table_stride, NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, HAS_ROWS: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
+    REGISTERS: gl.constexpr, RING: gl.constexpr, SUMS: gl.constexpr, VALUES: gl.constexpr, STORED: gl.constexpr,
+):  # fmt: skip
     WIDTH: gl.constexpr = k_cache.block_type.shape[1]
     k_ring = gl.allocate_shared_memory(k_cache.dtype, [2 * STAGES, KEYS, WIDTH], RING)
     v_ring = gl.allocate_shared_memory(k_cache.dtype, [2 * STAGES, KEYS, WIDTH], RING)
@@ -274,25 +262,41 @@ def hopper_prefill_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     clean = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(clean.index(0), count=2)
+    mbarrier.init(clean.index(0), count=GROUPS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(k_free.index(stage), count=GROUPS)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=2)
+        mbarrier.init(v_free.index(stage), count=GROUPS)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
-                             query_start, context_len, out, num_items, scale, q_stride, 0, STAGES, NUM_HEADS, NUM_KV,
-                             GROUP, EXACT, SUMS, VALUES, STORED)),
-            (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
-                             query_start, context_len, out, num_items, scale, q_stride, 1, STAGES, NUM_HEADS, NUM_KV,
-                             GROUP, EXACT, SUMS, VALUES, STORED)),
-            (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows, tile_seq,
-                           tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
-                           2 * 64 // GROUP, PAGE, HAS_ROWS)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
+                                 query_start, context_len, out, num_items, scale, q_stride, 0, GROUPS, STAGES,
+                                 NUM_HEADS, NUM_KV, GROUP, PDL, SUMS, VALUES, STORED)),
+                (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows,
+                               tile_seq, tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
+                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL, GROUPS == 1)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
+                                 query_start, context_len, out, num_items, scale, q_stride, 0, GROUPS, STAGES,
+                                 NUM_HEADS, NUM_KV, GROUP, PDL, SUMS, VALUES, STORED)),
+                (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
+                                 query_start, context_len, out, num_items, scale, q_stride, 1, GROUPS, STAGES,
+                                 NUM_HEADS, NUM_KV, GROUP, PDL, SUMS, VALUES, STORED)),
+                (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows,
+                               tile_seq, tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
+                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL, GROUPS == 1)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip

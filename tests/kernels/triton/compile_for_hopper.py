@@ -26,6 +26,7 @@ sys.modules.setdefault("tests", _tests)
 import torch  # noqa: E402
 import triton  # noqa: E402
 
+from quire.attention import triton as attention_backend  # noqa: E402
 from quire.bench.gpu import tile_shapes, tune_fixed, tune_prefetch  # noqa: E402
 from quire.bench.gpu.row_shapes import row_shapes  # noqa: E402
 from quire.kernels.growth import Growing, JudgedRows, NodeRows  # noqa: E402
@@ -262,14 +263,14 @@ def hopper_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     heads, ints = HeadShape(16, 8, 128), torch.zeros(4, dtype=torch.int32)
     half, table = partial(torch.empty, dtype=dtype), torch.zeros(4, 8, dtype=torch.int32)
     cache = pair_cache(half(4, 8, 16, 128), half(4, 8, 16, 128), 16)
-    for name, sizes in (("hopper prefill", hopper_prefill.FIXED), ("hopper fast prefill", hopper_prefill.FAST)):
+    for name, sizes in (("hopper prefill", hopper_prefill.PREFILL), ("hopper decode", hopper_prefill.DECODE)):
         yield name, lambda s=sizes: hopper_prefill.hopper_prefill(
             half(4, heads.width), cache, table, ints, ints, ints, ints, ints, heads, 0.1, out=half(4, 16 * 128),
-            sizes=s)
-    for name, once in (("heads of 128", False), ("heads of 128 once", True)):
-        yield name, lambda o=once: attention_mixed.mixed_attention(
-            half(4, heads.width), cache, table, ints, ints, ints, ints, ints, heads, 0.1, exact=True, once=o, pdl=o,
-            sizes=attention_mixed.MixedShape(64, 64, 4, 3))
+            sizes=s, pdl=s is hopper_prefill.DECODE)
+    for name, options in (("", {}), (" once", {"once": True}), (" in trees", {"detours": table})):
+        yield f"heads of 128{name}", lambda o=options: attention_mixed.mixed_attention(
+            half(4, heads.width), cache, table, ints, ints, ints, ints, ints, heads, 0.1, exact=True, pdl=True,
+            sizes=attention_backend._FIXED_HOPPER, **o)
 
 
 def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -461,7 +462,7 @@ def drafts(heads: HeadShape, hidden: int = 4096) -> None:
     )  # fmt: skip
     attention_mixed.mixed_attention(
         qkv, cache, table, ints, ints, ints, ints, ints, heads, 0.1, detours=path, exact=True,
-        sizes=attention_mixed.MixedShape(64, 64, 4, 3),
+        sizes=attention_backend._FIXED_HOPPER,
     )  # fmt: skip
 
 

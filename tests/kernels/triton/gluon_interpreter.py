@@ -287,6 +287,7 @@ def _language(program: Program) -> Any:
         float8e4nv=torch.float8_e4m3fn, int16=torch.int16, int8=torch.int8,
         arange=arange, zeros=zeros, full=full, where=where, static_range=static_range,
         zeros_like=lambda value: Value(torch.zeros_like(value.data)), exp2=lambda value: Value(torch.exp2(value.data)),
+        fma=lambda a, b, c: Value(plain(a) * plain(b) + plain(c)),
         max=lambda value, axis: Value(value.data.amax(axis)), sum=lambda value, axis: Value(value.data.sum(axis)),
         maximum=extreme(torch.maximum), minimum=extreme(torch.minimum),
         rsqrt=lambda value: Value(value.data.rsqrt()), split=lambda value: tuple(map(Value, value.data.unbind(-1))),

@@ -66,6 +66,9 @@ class Value:
     def __getitem__(self, place: Any) -> Value:
         return Value(self.data[place])
 
+    def __neg__(self) -> Value:
+        return Value(-self.data)
+
     def __bool__(self) -> bool:
         demand(self.held.ndim == 0, "a block decides nothing")
         return bool(self.data)

@@ -15,11 +15,15 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from quire.kernels.triton import hopper_prefill
 from quire.kernels.triton.attention_mixed import attention_reference
 from quire.kernels.types import HeadShape, pair_cache
+from tests.kernels.triton import cases
 from tests.kernels.triton.gluon_interpreter import interpreting
 
 ORDERS = (range, lambda n: reversed(range(n)), lambda n: random.Random(n).sample(range(n), n))
 SEEDS = (None, 1, 2)
-SIZES = (hopper_prefill.FIXED, hopper_prefill.FAST, hopper_prefill.PrefillShape(64, 2))
+EARLIER = ("tables", "rows", "tile_seq", "tile_first", "query_start", "context_len")
+"""What the kernel before this one does not write."""
+SIZES = (hopper_prefill.PREFILL, hopper_prefill.DECODE, hopper_prefill.PrefillShape(64, 2),
+         hopper_prefill.PrefillShape(128, 1, groups=1, programs=2))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_tiles_are_attended_to(
         start = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
         length = torch.tensor(lengths, dtype=torch.int32)
         seqs, firsts, taken = hopper_prefill.split_tiles(
-            np.array(contexts), np.array(queries), hopper_prefill.tokens_of(shape), sizes)
+            np.array(contexts), np.array(queries), shape, sizes)
         assert len(seqs) and (np.diff(np.array(contexts)[seqs] + firsts) <= 0).all()
         out = torch.full((sum(queries), shape.num_heads * 128), math.nan, dtype=torch.bfloat16)
         mixed = torch.randperm(len(queries), generator=chance).int()
@@ -72,15 +76,25 @@ def test_tiles_are_attended_to(
             assert out[mine.stop : int(start[seq + 1])].isnan().all()
 
 
-@pytest.mark.parametrize("tokens", [8, 32, 64, 128])
-def test_tiles_never_reach_past_the_last_key(tokens: int) -> None:
-    for start in (0, 1, 31, 64, 500):
-        for count in (1, 8, 63, 64, 65, 96, 128, 200, 1000):
-            taken = hopper_prefill.whole_tokens(start, count, tokens, 64)
-            reach = -(-(start + taken) // 64) * 64
-            assert taken % tokens == 0 and taken <= count and (not taken or reach <= start + count)
-            if (start + count) % 64 == 0:
-                assert taken == count // tokens * tokens  # nothing is left that could be taken
+@pytest.mark.parametrize("stages", [1, 3])
+def test_steps_that_decode_leave_out_padding_and_wait_for_the_kernel_before(
+    monkeypatch: pytest.MonkeyPatch, stages: int
+) -> None:
+    """A sequence without keys gets zeros, whatever its row; a tile of no sequence writes nothing."""
+    monkeypatch.setattr(hopper_prefill, "multiprocessors", lambda device: 3)
+    shape, lengths = HeadShape(8, 2, 128), [130, 0, 128, 5, 400]
+    sizes = hopper_prefill.PrefillShape(128, stages, groups=1)
+    qkv, cache, table, start, length = cases.paged_batch("cpu", torch.bfloat16, shape, 16, [1] * 5, lengths)
+    rows = torch.tensor([0, -(1 << 20), 2, 3, 4], dtype=torch.int32)
+    tiles = torch.tensor([0, 1, 2, -1, 4], dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    for order, seed in zip(ORDERS, SEEDS):
+        out = torch.full((5, 8 * 128), math.nan, dtype=torch.bfloat16)
+        with interpreting(order, seed, constant=EARLIER):
+            hopper_prefill.hopper_prefill(
+                qkv, cache, table, rows, start, length, *tiles, shape, 0.2, out=out, sizes=sizes, pdl=True)
+        want = attention_reference(qkv, cache, table, start, length, shape, 0.2)
+        assert torch.allclose(out[[0, 2, 4]].float(), want[[0, 2, 4]].float(), atol=0.02, rtol=0.02)
+        assert (out[1] == 0).all() and out[3].isnan().all()
 
 
 def test_what_the_kernel_does_not_know_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,9 +103,10 @@ def test_what_the_kernel_does_not_know_is_left_to_others(monkeypatch: pytest.Mon
     monkeypatch.setattr(hopper_prefill, "available", lambda device: True)
     assert hopper_prefill.fits(device, half, *known) and hopper_prefill.fits(device, torch.float16, *known)
     for shape, page in ((HeadShape(16, 8, 64), 16), (HeadShape(14, 2, 128), 16), (HeadShape(16, 8, 128), 4),
-                        (HeadShape(16, 8, 128), 128)):  # fmt: skip
+                        (HeadShape(16, 8, 128), 256)):  # fmt: skip
         assert not hopper_prefill.fits(device, half, shape, page)
     assert not hopper_prefill.fits(device, torch.float32, *known)
-    assert hopper_prefill.fits(device, half, HeadShape(16, 8, 128), 128, hopper_prefill.FAST)
+    assert hopper_prefill.fits(device, half, HeadShape(16, 8, 128), 128, hopper_prefill.DECODE)
+    assert not hopper_prefill.fits(device, half, HeadShape(16, 8, 128), 128, hopper_prefill.PrefillShape(64, 5))
     monkeypatch.setattr(hopper_prefill, "available", lambda device: False)
     assert not hopper_prefill.fits(device, half, *known)

@@ -1,7 +1,9 @@
-"""Prompts on Hopper: in deterministic steps full tiles go to one kernel, the rest to the other; else chunks with a
-context to the one, prompts without to others."""
+"""Attention on Hopper: in deterministic steps chunks go to large tiles, sequences that decode to small ones of the same
+kernel; else chunks with a context to the one, prompts without to others."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,10 +11,11 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
+from quire.attention import triton as backend
 from quire.attention.triton import DeviceContext, TritonAttention
 from quire.kernels.triton import hopper_prefill
 from quire.kernels.triton.attention_mixed import attention_reference
-from quire.kernels.types import HeadShape
+from quire.kernels.types import HeadShape, LayerCache, pair_cache
 from quire.worker.gpu.batches import MixedBatch
 from quire.worker.gpu.contexts import StepContexts
 from quire.worker.gpu.staging import Stage
@@ -48,13 +51,13 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> TritonAttention:
     return TritonAttention(torch.device("cpu"), torch.bfloat16, deterministic=True, same_type=True)
 
 
-def test_every_query_is_in_one_tile_of_one_of_the_kernels(attention: TritonAttention) -> None:
+def test_every_query_is_in_one_tile_large_or_small(attention: TritonAttention) -> None:
     tiles = staged(attention, [SHAPE, SHAPE])
     full = covered(tiles, "paged_tile", 32)
     rest = covered(tiles, "tile", attention.tokens_per_tile(SHAPE))
     every = sorted((seq, token) for seq, count in enumerate(COUNTS) for token in range(count))
     assert sorted(full + rest) == every
-    assert {seq for seq, _ in full} == {1, 2} and len(full) == 128 + 92 // 32 * 32
+    assert rest == [(0, 0)]
 
 
 @pytest.mark.parametrize("shapes", [[SHAPE, HeadShape(4, 2, 128)], [HeadShape(4, 1, 64)]], ids=["several", "others"])
@@ -65,20 +68,47 @@ def test_heads_that_the_kernel_does_not_serve_are_left_to_the_other(
     assert not len(tiles["paged_tile_seq"]) and len(covered(tiles, "tile", attention.tokens_per_tile(shapes[0]))) == 243
 
 
-def test_a_step_of_both_kernels_attends_to_every_key(attention: TritonAttention) -> None:
+def a_step(attention: TritonAttention) -> tuple[torch.Tensor, LayerCache, DeviceContext]:
+    """qkv, cache and context of all sequences."""
     torch.manual_seed(3)
     tiles = {name: torch.from_numpy(part) for name, part in staged(attention, [SHAPE]).items()}
     lengths = [a + b for a, b in zip(STARTS, COUNTS)]
     qkv, cache, table, start, length = cases.paged_batch("cpu", torch.bfloat16, SHAPE, PAGE, COUNTS, lengths)
-    ctx = DeviceContext(
+    return qkv, cache, DeviceContext(
         start, start, length, (table,), (start,), num_decodes=1, tile_seq=tiles["tile_seq"],
         tile_first=tiles["tile_first"], paged_tiles=(tiles["paged_tile_seq"], tiles["paged_tile_first"]),
     )  # fmt: skip
+
+
+def test_a_step_of_both_tiles_attends_to_every_key(attention: TritonAttention) -> None:
+    qkv, cache, ctx = a_step(attention)
     with interpreting() as runs:
         out = attention(qkv, cache, ctx, 0, SHAPE, 0.2, None, None)
-    assert len(runs) == 1
-    want = attention_reference(qkv, cache, table, start, length, SHAPE, 0.2)
+    assert len(runs) == 2
+    want = attention_reference(qkv, cache, ctx.block_tables[0], ctx.query_start, ctx.context_len, SHAPE, 0.2)
     assert torch.allclose(out.float(), want.float(), atol=0.02, rtol=0.02)
+
+
+def test_a_row_has_as_many_keys_at_a_time_in_every_kernel_that_may_compute_it(
+    monkeypatch: pytest.MonkeyPatch, attention: TritonAttention
+) -> None:
+    """Nodes of trees, and pages that the copy engine does not take, are left to the other kernel; so are windows, soft
+    caps, sinks and keys in fp8, of which it has every row."""
+    seen: list[int] = []
+    monkeypatch.setattr(backend, "mixed_attention", lambda *_, sizes, exact, **__: seen.append(sizes.keys * exact))
+    qkv, cache, ctx = a_step(attention)
+    ctx.paged_tiles = None
+    attention(qkv, cache, replace(ctx, detours=torch.zeros(4, 3, dtype=torch.int32)), 0, SHAPE, 0.2, None, None)
+    small = pair_cache(*(torch.empty(8, 1, 4, 128, dtype=torch.bfloat16) for _ in range(2)), 4)
+    attention(qkv, small, ctx, 0, SHAPE, 0.2, None, None)
+    assert seen == [hopper_prefill.PREFILL.keys] * 2 == [hopper_prefill.DECODE.keys] * 2
+    seen.clear()
+    attention(qkv, cache, ctx, 0, SHAPE, 0.2, 100, None)
+    attention(qkv, cache, ctx, 0, SHAPE, 0.2, None, 30.0)
+    attention(qkv, cache, ctx, 0, SHAPE, 0.2, None, None, None, torch.zeros(4))
+    narrow = pair_cache(*(part.to(torch.float8_e4m3fn) for part in (cache.k, cache.v)), PAGE)
+    attention(qkv, narrow, ctx, 0, SHAPE, 0.2, None, None)
+    assert seen == [64] * 4
 
 
 @pytest.fixture
