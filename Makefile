@@ -126,7 +126,7 @@ clean:
 TEST_PYTHON ?= $(BIN)/python
 # TIMES=FILE: when each test ended and how long it took, written as it ends.
 # Tests that run compiled kernels where there is a GPU; the others of tests/kernels/triton never do, and are part of make test.
-COMPILED_KERNELS := kernels experts latent sample rank_parts rank_scales bits meeting
+COMPILED_KERNELS := kernels experts latent sample rank_parts rank_scales bits meeting codes_few features
 test-gpu: $(if $(filter $(BIN)/python,$(TEST_PYTHON)),$(VENV)/.ready-test)
 	@if $(TEST_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  $(TEST_PYTHON) -m quire.kernels.cpu.build && \
