@@ -27,9 +27,9 @@ _LEAST_MODEL_GAIN = 1.08
 model's nobody sees apart from the rest."""
 _LEAST_CUT_GAIN = 1.04
 """The same where the model offers only drafts that it is sure of: a wrong belief costs less."""
-_SOON, _REMIND, _SELDOM = 5, 40, 320
-"""Steps with drafts of a model after which one goes without: when they have just begun, later on, and where they have
-always paid clearly, which begins with the second."""
+_SOON, _REMIND, _OFTEN_ENOUGH, _SELDOM = 5, 40, 160, 320
+"""Steps with drafts of a model after which one goes without: when they have just begun, later on, where they pay clearly,
+and where they have always done so."""
 _CLEARLY = 1.25
 """Times the tokens per second without drafts from which on nobody has to look so often."""
 _NEARLY = 0.985
@@ -224,7 +224,7 @@ class DeviceSpeculator(Speculator):
 
     def _goes_without(self, steps: int) -> bool:
         """After so many with drafts, a step without any, to keep its measured time up to date."""
-        return steps >= (max(self._remind, _REMIND) if self._clearly else self._remind)
+        return steps >= (max(self._remind, _OFTEN_ENOUGH) if self._clearly else self._remind)
 
     def _is_another(self, count: int) -> bool:
         """Whether so many sequences are others than those that drafts were judged for: by more than an eighth."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -22,6 +23,19 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     a stream it ran on, so a stream per engine would leak one with every engine that is closed. Graphs may share the
     workspace, since all are replayed on one stream, one after another."""
     return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """While a stream captures, nobody's graph, event or pinned memory may be freed: graphs are captured in the middle of
+    serving too, when the garbage of another engine may be waiting."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class GraphCache:
@@ -64,7 +78,7 @@ class GraphCache:
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache before every capture.
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _no_collection():
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 self._launch(rung, separate_rope)
