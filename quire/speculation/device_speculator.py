@@ -28,8 +28,8 @@ model's nobody sees apart from the rest."""
 _LEAST_CUT_GAIN = 1.04
 """The same where the model offers only drafts that it is sure of: a wrong belief costs less."""
 _SOON, _REMIND, _OFTEN_ENOUGH, _SELDOM = 5, 40, 160, 320
-"""Steps with drafts of a model after which one goes without: when they have just begun, later on, where they pay clearly,
-and where they have always done so."""
+"""Steps with drafts of a model after which one goes without: when they have just begun, later on, where they pay
+clearly, and where they have always done so."""
 _CLEARLY = 1.25
 """Times the tokens per second without drafts from which on nobody has to look so often."""
 _NEARLY = 0.985

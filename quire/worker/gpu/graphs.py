@@ -27,8 +27,8 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """While a stream captures, nobody's graph, event or pinned memory may be freed: graphs are captured in the middle of
-    serving too, when the garbage of another engine may be waiting."""
+    """While a stream captures, nobody's graph, event or pinned memory may be freed: graphs are captured in the middle
+    of serving too, when the garbage of another engine may be waiting."""
     was = gc.isenabled()
     gc.disable()
     try:
