@@ -295,7 +295,7 @@ class GgufSource(ModelSource):
     def _wanted(self, parts: StoredParts | None) -> Iterator[tuple[str, GgufTensor, Ranges | None]]:
         layers = int(self._config.get("num_hidden_layers") or self._config["n_layer"])
         tensors = [tensor for name, tensor in self._file.tensors.items() if name not in CONFIG_TENSORS]
-        for tensor in tensors:
+        for tensor in safetensors.tables_first(tensors, lambda tensor: tensor.name):
             if is_extra(tensor.name, self._config):
                 continue
             name = hf_name(tensor.name, self._arch, layers)
