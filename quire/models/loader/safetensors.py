@@ -24,6 +24,8 @@ REOPEN_BYTES = 32 << 20
 """Of a file that may be mapped, and not be needed any more."""
 READ_BYTES = 16 << 20
 """Of one tensor, of which ranges are read, that are mapped at once."""
+SMALL_BYTES = 1 << 20
+"""Of a tensor that may be kept as it is. Larger ones are packed, and let go of."""
 Held = TypeVar("Held")
 
 RangesOf = Callable[[str, Shape], Ranges | None]
@@ -163,7 +165,8 @@ def _read_file(path: Path, wanted: list[str], ranges_of: RangesOf | None) -> Ite
 
 
 def _whole(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor, tensor.nbytes
+    """It lies in the mapped file, all of which who keeps it would keep; so a small one, a bias or a norm, is copied."""
+    return tensor.clone() if tensor.nbytes <= SMALL_BYTES else tensor, tensor.nbytes
 
 
 def _read_ranges(path: Path, name: str, stored: Any, ranges: Ranges) -> tuple[torch.Tensor, int]:

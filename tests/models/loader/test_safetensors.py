@@ -130,6 +130,15 @@ def test_tensors_of_no_layer_come_first(tmp_path: Path) -> None:
     assert found == [("embed.weight", 0), ("head.weight", 1), ("layers.0.up.weight", 0), ("layers.1.up.weight", 1)]
 
 
+def test_who_keeps_a_small_tensor_does_not_keep_the_file(tmp_path: Path) -> None:
+    """The bias of a sum that ranks share is kept as it was read."""
+    tensors = {"layers.0.bias": torch.arange(48.0), "layers.0.weight": torch.zeros(4096, 1024)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in iterate_weights(tmp_path, torch.float32) if name.endswith("bias")}
+    assert torch.equal(kept["layers.0.bias"], tensors["layers.0.bias"])
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 PEAK = """
 import sys
 from pathlib import Path
