@@ -124,11 +124,12 @@ def iterate_weights(
 def tables_first(held: Sequence[Held], name_of: Callable[[Held], str]) -> list[Held]:
     """Tensors of no layer before the others, else in their order. A weight is in memory twice while it is packed, and
     those of a vocabulary are the largest: so they are when nothing else is there."""
+    return sorted(held, key=lambda one: in_layer(name_of(one)))
 
-    def in_layer(one: Held) -> bool:
-        return any(part.isdigit() for part in name_of(one).split("."))
 
-    return sorted(held, key=in_layer)
+def in_layer(name: str) -> bool:
+    """Whether a tensor is one of a layer, in any family's names: layers are numbered."""
+    return any(part.isdigit() for part in name.split("."))
 
 
 def _names_in(path: Path, wanted: set[str] | None) -> list[str]:
