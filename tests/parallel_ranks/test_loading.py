@@ -209,7 +209,7 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(tmp_path: Path) -> Non
 def test_a_ranks_peak_is_its_share_and_400_mb() -> None:
     """With Python, torch and everything; the KV pool written to."""
     for rank in rank_memory("smollm2-135m", 2, 1):
-        assert 50e6 < rank["weights"] < 60e6 and rank["kv"] == 256 * 16 * 30 * 2 * 2 * 64 * 4
+        assert 45e6 < rank["weights"] < 55e6 and rank["kv"] == 256 * 16 * 30 * 2 * 2 * 64 * 4
         assert rank["peak"] < rank["weights"] + rank["kv"] + 400e6, rank
 
 
