@@ -265,7 +265,9 @@ class LLM:
     def metrics(self) -> dict[str, int | float]:
         """Counters and gauges, flat: tokens, steps, preemptions, prefix hits, blocks by state, queue lengths."""
         self._core.take_arrivals()
-        return flat_metrics(self._core.scheduler, self._running_engine.pool, self._core.executor.expert_load())
+        core = self._core
+        return flat_metrics(core.scheduler, self._running_engine.pool, core.executor.expert_load(),
+                            core.executor.describe_ranks())
 
     def trace(self, path: str | Path) -> StepTrace:
         """Record the timeline of steps into a file for Perfetto or chrome://tracing.

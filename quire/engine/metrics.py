@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.executor.base import RankFacts
 from quire.kernels.routing import LayerLoad
 from quire.kvcache.swap import SwapStats
 from quire.scheduler.scheduler import Scheduler
@@ -11,7 +12,7 @@ from quire.worker.memory import PoolSize
 
 
 def flat_metrics(
-    scheduler: Scheduler, pool: PoolSize, experts: Sequence[LayerLoad] = ()
+    scheduler: Scheduler, pool: PoolSize, experts: Sequence[LayerLoad] = (), ranks: Sequence[RankFacts] = ()
 ) -> dict[str, int | float]:
     stats, cache = scheduler.stats, scheduler.cache
     used = sum(p.num_used for p in cache.pools)
@@ -56,6 +57,17 @@ def flat_metrics(
         **({} if scheduler.speculator is None else scheduler.speculator.stats.flat()),
         **({} if scheduler.peer_metrics is None else scheduler.peer_metrics()),
         **_expert_metrics(experts),
+        **{name: value for rank in ranks for name, value in _rank_metrics(rank).items()},
+    }
+
+
+def _rank_metrics(rank: RankFacts) -> dict[str, int | float]:
+    """One of several: as it said with its last pulse."""
+    return {
+        f"rank_memory_bytes_{rank.index}": rank.memory,
+        f"rank_steps_{rank.index}": rank.steps,
+        f"rank_busy_seconds_{rank.index}": rank.busy_seconds,
+        f"rank_waited_seconds_{rank.index}": rank.waited_seconds,
     }
 
 

@@ -225,7 +225,8 @@ class QuantizedWeight(CodedWeight):
 
 @dataclass(frozen=True, slots=True)
 class UnreadWeight(CodedWeight):
-    """A weight that is still in its file: so large that its codes are read and packed a few rows at a time."""
+    """A weight that is still in its file, or in floats: so large that its codes are read, or made, and packed a few
+    rows at a time."""
 
     first: int
     """Row of the file's tensor with which it begins."""

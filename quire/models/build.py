@@ -29,7 +29,7 @@ _NARROW_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMED_IN_MESSAGE = 4
 _KV_SCALE = re.compile(r"\blayers\.(\d+)\..*\b([kv])_scale$")
 """Of an fp8 cache: self_attn.k_scale (compressed-tensors), self_attn.k_proj.k_scale (ModelOpt)."""
-_RANDOM_AT_ONCE = 1 << 22
+_RANDOM_AT_ONCE = 1 << 20
 """Numbers of a random matrix that exist at once, beside those that are wanted."""
 
 
@@ -117,9 +117,9 @@ def dummy_weights(
     for name, shape in names.stored(spec).items():
         wanted = None if parts is None else parts.ranges(name, shape)
         if len(shape) == 3:
-            found = _random_experts(shape, generator, wanted)
+            found = _random_experts(shape, generator, wanted, kept)
         elif len(shape) == 2 and not name.endswith(("norm.weight", "bias")):
-            found = _random(shape, generator, wanted, random_bound(name, shape, spec, names))
+            found = _random(shape, generator, wanted, random_bound(name, shape, spec, names), kept)
         else:
             found = torch.zeros(shape) if name.endswith(("bias", "sinks")) else torch.ones(shape) + offset
             found = found if wanted in (None, NOTHING) else take(found, wanted)
@@ -137,15 +137,15 @@ def random_bound(name: str, shape: Shape, spec: DecoderSpec, names: WeightNames)
     return math.sqrt(3.0 / shape[-1])
 
 
-def _random(shape: Shape, generator: torch.Generator, wanted: Ranges | None, bound: float) -> Tensor:
-    """A uniform matrix, or the wanted part of it: then it is made a few rows at a time, and what nobody wants dropped.
+def _random(
+    shape: Shape, generator: torch.Generator, wanted: Ranges | None, bound: float, dtype: torch.dtype
+) -> Tensor:
+    """A uniform matrix, or the wanted part of it, made a few rows at a time: what nobody wants is dropped.
     (torch draws number after number, so that pieces are those of the whole; a test holds it to that.)"""
-    if wanted is None:
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    dim, runs = wanted
+    dim, runs = wanted or (0, ((0, shape[0]),))
     size = [*shape]
     size[dim] = sum(stop - start for start, stop in runs)
-    kept = torch.empty(size)
+    kept = torch.empty(size, dtype=dtype)
     step = max(1, _RANDOM_AT_ONCE // shape[1])
     for first in range(0, shape[0], step):
         rows = torch.empty(min(step, shape[0] - first), shape[1]).uniform_(-bound, bound, generator=generator)
@@ -160,12 +160,15 @@ def _random(shape: Shape, generator: torch.Generator, wanted: Ranges | None, bou
     return kept
 
 
-def _random_experts(shape: Shape, generator: torch.Generator, wanted: Ranges | None) -> Tensor:
+def _random_experts(
+    shape: Shape, generator: torch.Generator, wanted: Ranges | None, dtype: torch.dtype
+) -> Tensor:
     """The same for a tensor of merged experts, of which a rank wants whole ones."""
     experts, rows, columns = shape
     if wanted is not None:
         wanted = (0, tuple((start * rows, stop * rows) for start, stop in wanted[1]))
-    return _random((experts * rows, columns), generator, wanted, math.sqrt(3.0 / columns)).view(-1, rows, columns)
+    flat = _random((experts * rows, columns), generator, wanted, math.sqrt(3.0 / columns), dtype)
+    return flat.view(-1, rows, columns)
 
 
 def _check_complete(decoder: Decoder, missing: list[str], extra: list[str]) -> None:

@@ -25,7 +25,7 @@ from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, St
 from quire.ops import cpu_integer
 from quire.ops.cpu_copies import copy_blocks, copy_slots
 from quire.ops.cpu_drafts import DraftKernels
-from quire.ops.cpu_panels import PanelGroup, PanelLinear, described
+from quire.ops.cpu_panels import LoadMemory, PanelGroup, PanelLinear, described
 from quire.ops.cpu_step import (
     F32,
     I32,
@@ -74,6 +74,7 @@ class CpuOps(DraftKernels, Ops):
         self.library = load(variant, library_dir)
         self._rounding = rounding
         self.narrow_weights = narrow_weights
+        self._memory = LoadMemory(self.library)
         self._call_through(self.library)
         self.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
 
@@ -126,7 +127,7 @@ class CpuOps(DraftKernels, Ops):
             self._library.quire_advise_huge_pages(panels.data_ptr(), panels.nbytes)
             if self._pack(weight.detach(), panels, code):
                 break
-        return described(panels, name, code, (n, k), bias, slices)
+        return described(self._memory.packed(panels), name, code, (n, k), bias, slices)
 
     def quantized(
         self, weight: StoredWeight, slices: Slices | None = None, use: WeightUse = WeightUse.LAYER
@@ -151,7 +152,8 @@ class CpuOps(DraftKernels, Ops):
         if (bias is not None and bias.shape != (n,)) or not cpu_integer.fits(k, slices):
             raise EngineError(f"integer weights of [{n}, {k}] do not suit their bias or slices")
         name = " + ".join(dict.fromkeys(f"int{part.bits}" for part in codes))
-        return described(cpu_integer.pack(self._library, codes), name, _INTEGER, (n, k), bias, slices)
+        panels = self._memory.packed(cpu_integer.pack(self._library, codes))
+        return described(panels, name, _INTEGER, (n, k), bias, slices)
 
     def use_integer_kernel(self, name: str | None = None) -> str | None:
         """Take this kernel for integer GEMMs, in the whole process; None: the best that this processor runs. Returns

@@ -23,9 +23,14 @@ PANEL = 16
 """Output columns of a panel."""
 _LINE = 64
 _ROWS_AT_ONCE = 4096
+_LARGE = 16 << 20
+"""Numbers of a weight in eight bits from which on they are rounded a few rows at a time, when it is packed."""
 _NARROW = 1024
 """Models with fewer features lose more in four bits than others, above all in what is added to hidden states: they get
 five bits, and eight for that."""
+
+
+Codes: TypeAlias = QuantizedWeight | UnreadWeight
 
 
 def fits(width: int, slices: Slices | None) -> bool:
@@ -51,25 +56,28 @@ def bits_of(shape: tuple[int, int], adds: bool, asked: int, use: WeightUse) -> i
 
 def round_to_codes(
     library: ctypes.CDLL, weight: Tensor, slices: Slices | None, rounding: Rounding, use: WeightUse
-) -> QuantizedWeight | None:
-    """A weight of floats as codes; None where it stays as it is."""
+) -> Codes | None:
+    """A weight of floats as codes, which of a large one are made when it is packed; None where it stays as it is."""
     if use is WeightUse.EXACT or rounding.bits is None or not fits(weight.shape[1], slices):
         return None
     n, k = weight.shape
     bits = rounding.bits if rounding.alike else bits_of((n, k), slices is not None, rounding.bits, use)
     group = group_of(k, slices, rounding)
-    floats = weight.detach().to(torch.float32).contiguous()
-    codes = torch.empty(n, k, dtype=torch.uint8)
-    scales = torch.empty(n, k // group)
-    offsets = torch.empty(n, k // group) if rounding.zero_points else None
-    library.quire_int_round(
-        floats.data_ptr(), n, k, bits, group, codes.data_ptr(), scales.data_ptr(),
-        None if offsets is None else offsets.data_ptr(),
-    )  # fmt: skip
-    return QuantizedWeight(codes, scales, offsets, 0 if rounding.zero_points else 1 << (bits - 1), bits, group)
+    zero = 0 if rounding.zero_points else 1 << (bits - 1)
 
+    def rounded(start: int, stop: int) -> QuantizedWeight:
+        codes = torch.empty(stop - start, k, dtype=torch.uint8)
+        scales = torch.empty(stop - start, k // group)
+        offsets = torch.empty(stop - start, k // group) if rounding.zero_points else None
+        for row in range(start, stop, _ROWS_AT_ONCE):
+            floats = weight.detach()[row : min(row + _ROWS_AT_ONCE, stop)].to(torch.float32).contiguous()
+            places = [None if each is None else each[row - start :].data_ptr() for each in (codes, scales, offsets)]
+            library.quire_int_round(floats.data_ptr(), len(floats), k, bits, group, *places)
+        return QuantizedWeight(codes, scales, offsets, zero, bits, group)
 
-Codes: TypeAlias = QuantizedWeight | UnreadWeight
+    if n * k < _LARGE or bits < 8:  # with fewer bits a scale may need more than half precision
+        return rounded(0, n)
+    return UnreadWeight(0, (n, k), bits, zero, group, rounding.zero_points, 2, rounded)
 
 
 def pack(library: ctypes.CDLL, parts: Sequence[Codes]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,8 @@ from quire.errors import EngineError
 from quire.kernels.slices import Slices
 
 _MAX_STACK = 16  # MAX_STACK of linear.c
+_GIVE_BACK_BYTES = 32 << 20
+"""Packed since memory was last given back: that takes some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,22 @@ class PanelGroup:
     """[weights, 4]: panels, bias, format, and room for a step's number of rows."""
     out_features: int
     in_features: int
+
+
+class LoadMemory:
+    """Gives back, now and then, what weights were read and packed through: it lies between them, malloc keeps it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._bytes = 0
+
+    def packed(self, panels: Tensor) -> Tensor:
+        """Some more have been."""
+        self._bytes += panels.nbytes
+        if self._bytes >= _GIVE_BACK_BYTES:
+            self._bytes = 0
+            self._library.quire_give_back()
+        return panels
 
 
 def _slice_ends(slices: Slices, width: int) -> Tensor:

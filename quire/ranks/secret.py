@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import os
 import socket
+import time
 
 _NONCE = 16
 TAG_BYTES = 16
@@ -39,9 +40,11 @@ def _proof(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret, purpose + nonces, "sha256")
 
 
-def _receive(sock: socket.socket, count: int) -> bytes:
+def _receive(sock: socket.socket, count: int, until: float) -> bytes:
+    """So many bytes before the clock says `until`, however they come: who sends them one by one is not waited for."""
     data = b""
     while len(data) < count:
+        sock.settimeout(max(0.001, until - time.monotonic()))
         more = sock.recv(count - len(data))
         if not more:
             raise WrongSecret("the connection was closed")
@@ -62,22 +65,23 @@ def welcome(sock: socket.socket, secret: bytes) -> tuple[int, HmacSeal, HmacSeal
 def _shake_hands(sock: socket.socket, secret: bytes, name: int | None) -> tuple[int, HmacSeal, HmacSeal]:
     before = sock.gettimeout()
     sock.settimeout(_HANDSHAKE_SECONDS)
+    until = time.monotonic() + _HANDSHAKE_SECONDS
     mine = os.urandom(_NONCE)
     try:
         if name is not None:
             # The one who is connected to proves itself first; the number counts only with the proof that follows.
             sock.sendall(mine)
-            theirs = _receive(sock, _NONCE)
+            theirs = _receive(sock, _NONCE, until)
             nonces = mine + theirs
-            _expect(sock, _proof(secret, b"engine", nonces))
+            _expect(sock, _proof(secret, b"engine", nonces), until)
             told = name.to_bytes(4, "little")
             sock.sendall(told + _proof(secret, b"rank" + told, nonces))
         else:
-            theirs = _receive(sock, _NONCE)
+            theirs = _receive(sock, _NONCE, until)
             nonces = theirs + mine
             sock.sendall(mine + _proof(secret, b"engine", nonces))
-            told = _receive(sock, 4)
-            _expect(sock, _proof(secret, b"rank" + told, nonces))
+            told = _receive(sock, 4, until)
+            _expect(sock, _proof(secret, b"rank" + told, nonces), until)
             name = int.from_bytes(told, "little")
             return name, HmacSeal(_proof(secret, b"down", nonces)), HmacSeal(_proof(secret, b"up", nonces))
         return name, HmacSeal(_proof(secret, b"up", nonces)), HmacSeal(_proof(secret, b"down", nonces))
@@ -87,6 +91,6 @@ def _shake_hands(sock: socket.socket, secret: bytes, name: int | None) -> tuple[
         sock.settimeout(before)
 
 
-def _expect(sock: socket.socket, proof: bytes) -> None:
-    if not hmac.compare_digest(_receive(sock, len(proof)), proof):
+def _expect(sock: socket.socket, proof: bytes, until: float) -> None:
+    if not hmac.compare_digest(_receive(sock, len(proof), until), proof):
         raise WrongSecret("the other side does not know the secret")

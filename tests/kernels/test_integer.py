@@ -122,6 +122,19 @@ def test_a_table_that_is_read_while_it_is_packed_is_the_same_weight(ops, randn, 
     assert torch.equal(table.rows([3, 1]).dequantized(), whole.rows([3, 1]).dequantized())
 
 
+@pytest.mark.parametrize("rounding", [Rounding(8, 32, False), Rounding(8, 64, True), Rounding(4, 32, True)])
+def test_a_large_weight_is_rounded_while_it_is_packed(randn, monkeypatch, rounding):
+    """A few rows at a time, to the same bytes; in eight bits its codes are never there whole."""
+    ops, weight = CpuOps(num_threads=2, rounding=rounding), randn(57, WIDTH).to(torch.bfloat16)
+    whole = ops.quantized(weight, use=WeightUse.EXPERT)
+    monkeypatch.setattr("quire.ops.cpu_integer._ROWS_AT_ONCE", 16)
+    monkeypatch.setattr("quire.ops.cpu_integer._LARGE", 1)
+    kept = ops.quantized(weight, use=WeightUse.EXPERT)
+    assert isinstance(kept, UnreadWeight) == (rounding.bits == 8)
+    assert torch.equal(kept.dequantized(), whole.dequantized())
+    assert torch.equal(ops.pack_quantized([kept]).panels, ops.pack_quantized([whole]).panels)
+
+
 BLOCKS = {"Q4_K": (4, 0, 32, True), "Q5_K": (5, 0, 32, True), "Q6_K": (6, 32, 16, False)}
 
 

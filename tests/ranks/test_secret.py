@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -42,6 +44,30 @@ def test_both_sides_prove_themselves_and_messages_pass_in_both_directions() -> N
 def test_another_secret_is_no_secret() -> None:
     with pytest.raises(WrongSecret):
         met(b"s" * 32, b"t" * 32)
+
+
+def test_who_sends_byte_by_byte_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that know the secret wait behind it to be let in."""
+    monkeypatch.setattr("quire.ranks.secret._HANDSHAKE_SECONDS", 0.4)
+    engine, intruder = socket.socketpair()
+    over = threading.Event()
+
+    def trickle() -> None:
+        while not over.wait(0.1):
+            intruder.sendall(b"x")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(WrongSecret):
+            welcome(engine, b"s" * 32)
+        assert time.monotonic() - began < 1.2  # sixteen bytes of a nonce alone would take longer
+    finally:
+        over.set()
+        thread.join()
+        engine.close()
+        intruder.close()
 
 
 @pytest.mark.parametrize("harm", ["changed", "repeated", "unsealed"])

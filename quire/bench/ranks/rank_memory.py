@@ -31,6 +31,7 @@ def rank_memory(model: str, tensor_size: int, num_stages: int, load_format: str 
 
 def load_rank(model: str, load_format: str, num_kv_blocks: int, place: Place) -> dict[str, int]:
     from quire.config import EngineConfig
+    from quire.engine.assembly.device import resolve
     from quire.engine.assembly.source import open_source
     from quire.models.registry import read_spec
     from quire.models.shard import shard_of
@@ -41,6 +42,7 @@ def load_rank(model: str, load_format: str, num_kv_blocks: int, place: Place) ->
     config = EngineConfig.create(model=model, load_format=load_format, device="cpu", num_threads=1,
                                  num_kv_blocks=num_kv_blocks, skip_tokenizer_init=True)
     source = open_source(config, progress=False)
+    config = resolve(config, source)  # integers that the file stores stay such, as in any engine
     shard = shard_of(read_spec(source.config), place)
     group = None
     if place.tensor_size > 1:

@@ -85,7 +85,8 @@ class EngineServer:
             None if peers is None or peers.listener is None else peers.listener.address)
 
     def _metrics(self) -> dict[str, int | float]:
-        return flat_metrics(self._scheduler, self._engine.pool, self._core.executor.expert_load())
+        executor = self._core.executor
+        return flat_metrics(self._scheduler, self._engine.pool, executor.expert_load(), executor.describe_ranks())
 
     def run(self) -> None:
         """Until told to stop."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.errors import ModelLoadError
 from quire.models.loader.json_file import read_json_object
@@ -17,7 +20,13 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-REOPEN_BYTES = 64 << 20
+REOPEN_BYTES = 32 << 20
+"""Of a file that may be mapped, and not be needed any more."""
+READ_BYTES = 16 << 20
+"""Of one tensor, of which ranges are read, that are mapped at once."""
+SMALL_BYTES = 1 << 20
+"""Of a tensor that may be kept as it is. Larger ones are packed, and let go of."""
+Held = TypeVar("Held")
 
 RangesOf = Callable[[str, Shape], Ranges | None]
 """Which part is wanted of a tensor of this name and shape; None: all of it."""
@@ -70,60 +79,75 @@ def _names_by_file(folder: Path) -> dict[str, set[str]] | None:
     return wanted
 
 
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What safetensors says of a file it cannot read, as an error that names the file."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise ModelLoadError(f"{path} is truncated or corrupted ({error}); download it again") from error
+
+
 def tensor_names(folder: Path) -> list[str]:
     """The tensors of a folder, without reading them."""
-    from safetensors import SafetensorError, safe_open
-
     if (folder / INDEX).is_file():
         return list(_weight_map(folder))
-    names: list[str] = []
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as shard:
-                names += shard.keys()
-        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise ModelLoadError(f"{path} is truncated or corrupted ({error}); download it again") from error
-    return names
+    return [name for path in weight_files(folder) for name in _names_in(path, None)]
 
 
 def tensor_shapes(folder: Path) -> Iterator[tuple[str, Shape]]:
     """Name and shape of every tensor of a folder, without reading them."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="np") as shard:
-                yield from [(name, tuple(shard.get_slice(name).get_shape())) for name in list(shard.keys())]
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ModelLoadError(f"{path} is truncated or corrupted ({error}); download it again") from error
+        with _explained(path), safe_open(path, framework="np") as shard:
+            yield from [(name, tuple(shard.get_slice(name).get_shape())) for name in list(shard.keys())]
 
 
 def iterate_weights(
     folder: Path, dtype: torch.dtype | None, ranges_of: RangesOf | None = None, fp8: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) pairs, one in memory at a time, cast to `dtype` (None keeps the stored type); with `ranges_of`
-    only those parts of them are read. `fp8`: tensors in fp8 are handed over too, as they are."""
-    from safetensors import SafetensorError
-
+    only those parts of them are read. `fp8`: tensors in fp8 are handed over too, as they are. Those of no layer come
+    first (`tables_first`)."""
     wanted = _names_by_file(folder)
-    for path in weight_files(folder):
-        try:
-            for name, tensor in _read_file(path, None if wanted is None else wanted[path.name], ranges_of):
+    files = weight_files(folder)
+    held = [(path, name) for path in files for name in _names_in(path, None if wanted is None else wanted[path.name])]
+    for path, some in groupby(tables_first(held, lambda entry: entry[1]), lambda entry: entry[0]):
+        with _explained(path):
+            for name, tensor in _read_file(path, [name for _, name in some], ranges_of):
                 yield name, tensor if fp8 and tensor.dtype.itemsize == 1 else _cast(name, tensor, dtype, path)
-        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise ModelLoadError(f"{path} is truncated or corrupted ({error}); download it again") from error
 
 
-def _read_file(
-    path: Path, wanted: set[str] | None, ranges_of: RangesOf | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def tables_first(held: Sequence[Held], name_of: Callable[[Held], str]) -> list[Held]:
+    """Tensors of no layer before the others, else in their order. A weight is in memory twice while it is packed, and
+    those of a vocabulary are the largest: so they are when nothing else is there."""
+    return sorted(held, key=lambda one: in_layer(name_of(one)))
+
+
+def in_layer(name: str) -> bool:
+    """Whether a tensor is one of a layer, in any family's names: layers are numbered."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _names_in(path: Path, wanted: set[str] | None) -> list[str]:
+    """The tensors of a file; refuses one that lacks a `wanted` tensor."""
     from safetensors import safe_open
 
-    with safe_open(path, framework="pt") as shard:
-        names = deque(shard.keys())
+    with _explained(path), safe_open(path, framework="pt") as shard:
+        names = list(shard.keys())
     missing = (wanted or set()).difference(names)
     if missing:
         raise ModelLoadError(f"{path} lacks the tensor {min(missing)!r} that {INDEX} places there")
+    return names
+
+
+def _read_file(path: Path, wanted: list[str], ranges_of: RangesOf | None) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    names = deque(wanted)
     while names:
         # The pages of a mapped file count as memory until it is closed: read a part, close, open again.
         with safe_open(path, framework="pt") as shard:
@@ -134,31 +158,47 @@ def _read_file(
                 ranges = None if ranges_of is None else ranges_of(name, tuple(stored.get_shape()))
                 if ranges == NOTHING:
                     continue
-                tensor = shard.get_tensor(name) if ranges is None else _read_ranges(path, name, stored, ranges)
-                read += tensor.nbytes
+                tensor, mapped = (_whole(shard.get_tensor(name)) if ranges is None
+                                  else _read_ranges(path, name, stored, ranges))
+                read += mapped
                 yield name, tensor
+                del tensor, stored  # which hold the mapping
 
 
-def _read_ranges(path: Path, name: str, stored: Any, ranges: Ranges) -> torch.Tensor:
-    """Joined. Many rows are read a part at a time, as `_read_file` does with tensors."""
+def _whole(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """It lies in the mapped file, all of which who keeps it would keep; so a small one, a bias or a norm, is copied."""
+    return tensor.clone() if tensor.nbytes <= SMALL_BYTES else tensor, tensor.nbytes
+
+
+def _read_ranges(path: Path, name: str, stored: Any, ranges: Ranges) -> tuple[torch.Tensor, int]:
+    """Joined, and how much of the open file was mapped for it: nothing where many bytes are read a part at a time. Of
+    some columns all rows are mapped."""
     import torch
     from safetensors import safe_open
 
     dim, runs = ranges
-    first: torch.Tensor = stored[:1]
-    step, rows = max(1, REOPEN_BYTES // max(1, first.nbytes)), sum(stop - start for start, stop in runs)
-    if dim or rows <= step:
+    rows, *inner = stored.get_shape()
+    spans = [(0, rows)] if dim else list(runs)
+    none: torch.Tensor = stored[:0]
+    row_bytes = math.prod(inner) * none.element_size()
+    mapped = row_bytes * sum(stop - start for start, stop in spans)
+    if mapped <= READ_BYTES:
         parts = [stored[:, start:stop] if dim else stored[start:stop] for start, stop in runs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-    out = torch.empty(rows, *first.shape[1:], dtype=first.dtype)
-    place = 0
-    for start, stop in runs:
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim), mapped
+    size = [rows, *inner]
+    size[dim] = sum(stop - start for start, stop in runs)
+    out, place = torch.empty(size, dtype=none.dtype), 0
+    step = max(1, READ_BYTES // max(1, row_bytes))
+    for start, stop in spans:
         for row in range(start, stop, step):
             end = min(row + step, stop)
             with safe_open(path, framework="pt") as shard:
-                out[place : place + end - row] = shard.get_slice(name)[row:end]
+                piece = shard.get_slice(name)
+                found = torch.cat([piece[row:end, low:high] for low, high in runs], 1) if dim else piece[row:end]
+                out[place : place + end - row] = found
+                del piece
             place += end - row
-    return out
+    return out, 0
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, path: Path) -> torch.Tensor:

@@ -43,8 +43,11 @@ LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 # interpreter lock, so that two halve the time of a load; more tensors ahead would only cost memory.
 READ_AHEAD = 2
 READ_THREADS = 2
-LARGE_TABLE = 64 << 20
-"""Weights of so many numbers, a vocabulary's, are read when they are packed, a few rows at a time."""
+LARGE_TABLE = 16 << 20
+"""Weights of so many numbers that are of no layer, a vocabulary's, are read when they are packed, a few rows at a time:
+slower than ahead, and never there twice."""
+LARGE_WEIGHT = 64 << 20
+"""So are these of a layer."""
 Read = TypeVar("Read")
 Made = TypeVar("Made")
 
@@ -255,7 +258,8 @@ class GgufSource(ModelSource):
         # The converters' changes to matrices are orders of rows, so that row numbers show them.
         rows = torch.arange(sum(stop - start for start, stop in runs) if dim == 0 else tensor.shape[0]).unsqueeze(1)
         order = self._arch.undo(name, rows, self._config)
-        if order is rows and dim == 0 and len(runs) == 1 and len(rows) * tensor.shape[1] >= LARGE_TABLE:
+        least = LARGE_WEIGHT if safetensors.in_layer(name) else LARGE_TABLE
+        if order is rows and dim == 0 and len(runs) == 1 and len(rows) * tensor.shape[1] >= least:
             # Blocks of one group store half precision.
             (first, last), scale_bytes = runs[0], 2 if tensor.format.block_elements == UNIT else 1
             return UnreadWeight(first, (last - first, tensor.shape[1]), coding.bits, coding.zero, coding.group,
@@ -295,7 +299,7 @@ class GgufSource(ModelSource):
     def _wanted(self, parts: StoredParts | None) -> Iterator[tuple[str, GgufTensor, Ranges | None]]:
         layers = int(self._config.get("num_hidden_layers") or self._config["n_layer"])
         tensors = [tensor for name, tensor in self._file.tensors.items() if name not in CONFIG_TENSORS]
-        for tensor in tensors:
+        for tensor in safetensors.tables_first(tensors, lambda tensor: tensor.name):
             if is_extra(tensor.name, self._config):
                 continue
             name = hf_name(tensor.name, self._arch, layers)

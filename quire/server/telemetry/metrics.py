@@ -217,26 +217,24 @@ class ServerMetrics:
             stores = {store: engine[f"kv_{store}_{key}"] for store in _STORES if f"kv_{store}_{key}" in engine}
             if stores:
                 yield self._labelled(name, help, "store", stores)
-        for name, help, label, prefix in _ENGINE_BY_NUMBER:
-            places = {key.removeprefix(prefix): value for key, value in engine.items() if key.startswith(prefix)}
-            if places:
-                yield self._labelled(name, help, label, places)
+        for table, gauge in ((_ENGINE_BY_NUMBER, False), (_ENGINE_GAUGES_BY_NUMBER, True)):
+            for name, help, label, prefix in table:
+                places = {key.removeprefix(prefix): value for key, value in engine.items() if key.startswith(prefix)}
+                if places:
+                    yield self._labelled(name, help, label, places, gauge)
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
-        from prometheus_client.core import GaugeMetricFamily
-
-        family = GaugeMetricFamily(f"quire:{name}", help, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
+        return self._labelled(name, help, None, {"": value}, gauge=True)
 
     def _counter(self, name: str, help: str, value: float) -> Metric:
         return self._labelled(name, help, None, {"": value})
 
-    def _labelled(self, name: str, help: str, label: str | None, values: Mapping[str, float]) -> Metric:
-        from prometheus_client.core import CounterMetricFamily
+    def _labelled(self, name: str, help: str, label: str | None, values: Mapping[str, float],
+                  gauge: bool = False) -> Metric:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         names = [*self._labels] if label is None else [*self._labels, label]
-        family = CounterMetricFamily(f"quire:{name}", help, labels=names)
+        family = (GaugeMetricFamily if gauge else CounterMetricFamily)(f"quire:{name}", help, labels=names)
         for value, count in values.items():
             family.add_metric([*self._labels.values()] if label is None else [*self._labels.values(), value], count)
         return family
@@ -295,6 +293,12 @@ _ENGINE_BY_NUMBER = (
     ("spec_accepted_tokens_by_position", "Drafts accepted, by place in the draft", "position",
      "spec_accepted_tokens_at_"),
     ("expert_tokens", "Tokens that went through each expert, all layers together", "expert", "expert_rows_"),
+    ("rank_steps", "Steps of each rank that shares the model", "rank", "rank_steps_"),
+    ("rank_busy_seconds", "Time of each rank in steps", "rank", "rank_busy_seconds_"),
+    ("rank_waiting_seconds", "Of that: waiting for other ranks", "rank", "rank_waited_seconds_"),
+)
+_ENGINE_GAUGES_BY_NUMBER = (
+    ("rank_memory_bytes", "Memory of each rank: resident in its process, or of its GPU", "rank", "rank_memory_bytes_"),
 )
 _STORES = ("disk", "pool")
 _ENGINE_BY_STORE = (

@@ -231,13 +231,14 @@ def test_smollm2_is_read_as_the_gguf_package_reads_it() -> None:
 
 
 PEAK = """
-import resource, torch
+import torch
+from quire.machine import peak_memory_bytes
 from quire.models.loader.source import resolve_model
 source = resolve_model("smollm2-135m", progress=False)
 source.tokenizer()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_memory_bytes()
 kept = {name: tensor for name, tensor in source.weights()}
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, before // 1024)
+print(peak_memory_bytes() >> 20, before >> 20)
 """
 
 
@@ -247,4 +248,4 @@ def test_loading_costs_little_more_than_the_weights() -> None:
         [sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=120, check=True
     )
     peak, before = map(int, done.stdout.split())
-    assert peak - before < 538_060_032 / 2**20 + 60
+    assert 500 < peak - before < 538_060_032 / 2**20 + 60, (peak, before)
