@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from quire.structured.compiler import GrammarCompiler
     from quire.structured.isolated import IsolatedGrammars
 
-log = logging.getLogger("quire.engine")
 
 _ARRIVAL_WAIT_S = 0.05
 """How long a step waits for KV when there is nothing else to do, before its caller may look around."""
@@ -125,8 +124,8 @@ class EngineCore:
         """Keep the executor supplied, wait for the oldest step, and return what became of its sequences.
 
         When all that is left waits for KV or for a grammar, it waits too, a little while; or not (`wait_for_kv`), for
-        callers who wait themselves, for messages too: `stalled_for` tells them how long.
-        Without anything to do it examines itself a little, so whoever has just got the last tokens does not wait.
+        callers who wait themselves, for messages too: `stalled_for` tells them how long. Without anything to do it
+        examines itself a little, so whoever has just got the last tokens does not wait.
         """
         self.times = times = StepTimes()
         self.stalled_for = None
@@ -255,7 +254,10 @@ class EngineCore:
             self.scheduler.update(self._futures.popleft().result())
         else:
             self._futures.popleft()
-            self.scheduler.fail_step(f"the step that computed this request failed: {_shown(error)}")
+            shown = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+            if not isinstance(error, QuireError):
+                logging.getLogger("quire.engine").error("a step failed; its requests end with an error", exc_info=error)
+            self.scheduler.fail_step(f"the step that computed this request failed: {shown}")
         self.times.update += time.perf_counter() - done
         if self.trace is not None:
             self.trace.collected()
@@ -289,11 +291,3 @@ class EngineCore:
             self.grammars.close()
         self.executor.close()
         self.scheduler.cache.close()
-
-
-def _shown(error: BaseException) -> str:
-    """What requests are told of a lost step. Where an error is nobody's refusal, the log has its traceback."""
-    if isinstance(error, QuireError):
-        return str(error)
-    log.error("a step failed; its requests end with an error", exc_info=error)
-    return f"{type(error).__name__}: {error}"
