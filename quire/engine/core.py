@@ -81,8 +81,7 @@ class EngineCore:
         self.times = StepTimes()
         self.self_check = SelfCheck(scheduler)
         self.stalled_for: float | None = None
-        """Seconds for which the last step found nothing to plan before KV arrives (`executor.arrivals` tells), or a
-        grammar's process says something."""
+        """Seconds without anything to plan, until KV arrives (`executor.arrivals` tells) or a grammar's process speaks."""
         for tier in scheduler.cache.tiers:
             tier.wake = executor.arrivals.ring
 
