@@ -81,7 +81,7 @@ class EngineCore:
         self.times = StepTimes()
         self.self_check = SelfCheck(scheduler)
         self.stalled_for: float | None = None
-        """Seconds without anything to plan, until KV arrives (`executor.arrivals` tells) or a grammar's process speaks."""
+        """Seconds without anything to plan, until KV arrives (`executor.arrivals` tells) or a grammar is there."""
         for tier in scheduler.cache.tiers:
             tier.wake = executor.arrivals.ring
 
