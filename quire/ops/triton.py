@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.attention.triton import TritonAttention
 from quire.errors import EngineError, UnsupportedModelError
 from quire.kernels import cublas
-from quire.kernels.cuda import fixed_few, wide_gemm
+from quire.kernels.cuda import few_gemm, fixed_few, wide_gemm
 from quire.kernels.kv_spec import KVSpec
 from quire.kernels.quantized import CodedWeight, Rounding, StoredWeight, WeightUse
 from quire.kernels.routing import Clamp, RoutedRows
@@ -78,6 +78,7 @@ class TritonOps(Ops):
         named_algorithms: bool = True,
         fixed_prefetch: bool = True,
         fixed_fusion: bool = True,
+        few_rows: bool = True,
         rounding: Rounding | None = None,
     ) -> None:
         self.device = torch.device(device)
@@ -100,6 +101,8 @@ class TritonOps(Ops):
         self._library = cublas.named_library(self.device, dtype, gemm_table.library_version()) if (
             named_algorithms and not deterministic) else None
         self._parts = linear_prefetch.PrefetchScratch.allocate(self.device) if prefetch else None
+        self._few_rows = few_rows and prefetch and not deterministic and few_gemm.available(self.device, dtype)
+        self._only_floats = True
         timed = self._fixed_prefetch and fixed_table.table()
         deep = 256 if fixed_table.names_wide() else 128
         self._deep = fixed_tiles.TileScratch.for_device(self.device, deep) if timed else None
@@ -142,7 +145,7 @@ class TritonOps(Ops):
         self, parts: Sequence[CodedWeight], bias: Tensor | None = None, slices: Slices | None = None,
         use: WeightUse = WeightUse.LAYER,
     ) -> PackedLinear:
-        self._fuses_few = False
+        self._only_floats = False
         if use is WeightUse.EXPERT:
             packed = device_experts.pack(parts)
             if isinstance(packed, Tensor):
@@ -160,6 +163,9 @@ class TritonOps(Ops):
     def _linear(self, x: Tensor, w: DeviceLinear, residual: Tensor | None, out: Tensor | None) -> Tensor:
         if self.deterministic:
             return self._fixed_gemm(x, w, residual)
+        found = self._few_gemm(gemm_table.PLAIN, x, w, residual, out)
+        if found is not None:
+            return found
         return self._gemm(gemm_table.lookup(x.shape[0], w.out_features, w.in_features, x.dtype), x, w, residual, out)
 
     def _fixed_gemm(self, x: Tensor, w: DeviceLinear, residual: Tensor | None) -> Tensor:
@@ -259,6 +265,23 @@ class TritonOps(Ops):
         return linear_prefetch.linear_prefetch(
             x, w.weight, w.bias, residual, sizes=sizes, scratch=self._parts, out=out, pdl=self._early(x.shape[0])
         )
+
+    def _few_gemm(
+        self, form: str, x: Tensor, w: DeviceLinear, residual: Tensor | None = None, out: Tensor | None = None,
+        gain: Tensor | None = None, eps: float = 0.0,
+    ) -> Tensor | None:
+        """2 to 8 rows with norm, gate and residual in one kernel; None where that is not for this weight."""
+        if not self._few_rows or x.shape[0] > few_gemm.MOST_ROWS or w.bias is not None:
+            return None
+        choice = gemm_table.lookup_few(x.shape[0], w.out_features, w.in_features, form)
+        if choice is None or (out is not None and not out.is_contiguous()):
+            return None
+        shape, gated = few_gemm.FewShape.of(choice.sizes), form == gemm_table.GATED
+        if not few_gemm.fits(x, w.weight, shape, self._parts, gain, gated):
+            return None
+        return few_gemm.linear_few_rows(
+            x, w.weight, residual, shape=shape, scratch=self._parts, norm=gain, eps=eps, gated=gated, out=out,
+            pdl=self.pdl)
 
     def _wide_gemm(
         self, variant: wide_gemm.Variant | None, x: Tensor, w: DeviceLinear, residual: Tensor | None,
@@ -496,9 +519,11 @@ class TritonOps(Ops):
 
     def fusion(self, rows: int, width: int) -> Fusion:
         if self.deterministic:
-            few = self._fuses_few and rows <= fixed_few.MOST_ROWS and width <= _MOST_FUSED_WIDTH
+            few = self._fuses_few and self._only_floats and rows <= fixed_few.MOST_ROWS and width <= _MOST_FUSED_WIDTH
             return Fusion.NORM_WITH_ROUNDED_GEMM if few else Fusion.SUM_WITH_NORM
-        return Fusion.NORM_WITH_GEMM if linear_few.fusion_wins(rows, width) else Fusion.SUM_WITH_NORM
+        fused = linear_few.fusion_wins(rows, width) or (
+            self._few_rows and self._only_floats and gemm_table.few_take_norms(rows, width))
+        return Fusion.NORM_WITH_GEMM if fused else Fusion.SUM_WITH_NORM
 
     def norm_gain(self, weight: Tensor) -> Tensor:
         """Every program of a fused GEMM reads the whole gain: in the activations' narrower type if that loses nothing,
@@ -520,11 +545,9 @@ class TritonOps(Ops):
             return self._fixed_norm_linear(x, gain, eps, w, gated, out)
         if isinstance(w, QuantizedLinear):
             return self._formats.norm_linear(x, gain, eps, w, gated, out)
-        if x.shape[0] > 1:
-            return linear_few.linear_vector(
-                x, w.weight, w.bias, None, norm=gain, eps=eps, gated=gated, out=out, pdl=self.pdl
-            )
         form = gemm_table.GATED if gated else gemm_table.NORM
+        if x.shape[0] > 1:
+            return self._norm_linear_rows(form, x, gain, eps, w, gated, out)
         choice = gemm_table.lookup(1, w.out_features, w.in_features, x.dtype, form)
         choice = self._known(choice, x, w, gated is not None)
         sizes = RowShape(*choice.sizes) if choice.kernel in ("row", "norm_then_row") else RowShape()
@@ -557,3 +580,16 @@ class TritonOps(Ops):
         found = fixed_few.linear_few_rows(x, w.weight, w.bias, rows, slices=w.slices, pdl=self._fixed_early)
         return super().add_linear(x, w, rows) if found is None else found
 
+    def _norm_linear_rows(
+        self, form: str, x: Tensor, gain: Tensor, eps: float, w: DeviceLinear, gated: str | None, out: Tensor | None
+    ) -> Tensor:
+        """Of several rows."""
+        if gated in (None, "silu"):
+            found = self._few_gemm(form, x, w, None, out, gain, eps)
+            if found is not None:
+                return found
+        if linear_few.fusion_wins(*x.shape):
+            return linear_few.linear_vector(
+                x, w.weight, w.bias, None, norm=gain, eps=eps, gated=gated, out=out, pdl=self.pdl)
+        normed = norm.rms_norm(x, gain, eps, pdl=self._early(x.shape[0]))
+        return self.linear(normed, w, None, out) if gated is None else self.act_mul(self.linear(normed, w), gated)

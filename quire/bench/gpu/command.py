@@ -58,6 +58,7 @@ _SWITCHES = {
     "--fixed-prefetch": "with --deterministic: GEMMs of up to 8 rows, and those of the table, by kernels that prefetch,"
                         " same bits",
     "--fixed-fusion": "with --deterministic: norms and gates inside GEMMs of up to 8 rows, same bits",
+    "--few-rows": "GEMMs of 2 to 8 rows with norm, gate and residual in them",
     "--launch-early": "programmatic dependent launch in decode steps",
     "--pad-mixed": "small mixed steps padded to fixed shapes and replayed as graphs",
     "--prompt-rows": "prompts without context attend to their step's rows, not to the cache",
@@ -223,6 +224,7 @@ def _options(
         named_algorithms=args.named_algorithms,
         fixed_prefetch=args.fixed_prefetch,
         fixed_fusion=args.fixed_fusion,
+        few_rows=args.few_rows,
         rounding=_rounding(args),
     )
 
@@ -323,7 +325,7 @@ def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.N
         "options": {name: getattr(args, name) for name in ("depth", "block_size", "dtype", "kv_cache_dtype",
                                                            "quantization",
                                                            "enforce_eager", "deterministic", "fixed_prefetch",
-                                                           "fixed_fusion", "launch_early",
+                                                           "fixed_fusion", "few_rows", "launch_early",
                                                            "named_algorithms", "max_num_batched_tokens",
                                                            "fuse_rope", "prompt_rows", "pad_mixed")},
     }

@@ -251,7 +251,7 @@ def measure(config: dict[str, Any], name: str, args: argparse.Namespace, ops: Op
             ) -> Iterator[dict[str, Any]]:
     """A line for each batch size, with drafts always and with drafts as they pay."""
     given = argparse.Namespace(batch=list(args.batch or BATCHES), repeat=args.repeat, max_tokens=args.max_tokens,
-                               device=getattr(args, "device", "cuda"))
+                               device=getattr(args, "device", "cuda"), few_rows=getattr(args, "few_rows", True))
     bench = HeadBench(config, given, ops)
     try:
         for adaptive in (False, True):

@@ -54,7 +54,7 @@ class Bench:
         return DeviceOptions(
             device=self.args.device, dtype="bfloat16" if on_gpu else "float32", max_num_seqs=self.seqs,
             max_num_batched_tokens=max(2048, self.seqs * _PROMPT), max_model_len=_PROMPT + self.args.max_tokens + 16,
-            draft_rows=draft_rows)
+            draft_rows=draft_rows, few_rows=getattr(self.args, "few_rows", True))
 
     def _worker(self, draft_rows: int, speculation: Speculation | None = None) -> GpuWorker:
         from quire.config import CacheConfig

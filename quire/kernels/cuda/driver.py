@@ -14,8 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-_SHARED_MEMORY, _CARVEOUT, _STACK, _CLUSTER, _EARLY = 8, 9, 3, 4, 6
+_SHARED_MEMORY, _CARVE_OUT, _STACK, _CLUSTER, _EARLY = 8, 9, 3, 4, 6
 """Numbers of attributes: three of a function, and two of a launch."""
+_MOST_SHARED = 100
+"""Per cent of what caches and shared memory have together: two kernels share a multiprocessor only if they divide it
+alike."""
 _BFLOAT16, _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _ZEROS = 9, 0, 3, 3, 0
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
@@ -86,9 +89,8 @@ class Kernel:
         driver = _driver()
         _check(driver.cuModuleLoadData(byref(self._module), code), "loading a kernel")
         _check(driver.cuModuleGetFunction(byref(self._function), self._module, name.encode()), "finding a kernel")
-        _check(driver.cuFuncSetAttribute(self._function, _SHARED_MEMORY, shared), "asking for shared memory")
-        # All that a multiprocessor has, so that kernels which start early find room beside one another.
-        _check(driver.cuFuncSetAttribute(self._function, _CARVEOUT, 100), "asking for more of it")
+        for attribute, value in ((_SHARED_MEMORY, shared), (_CARVE_OUT, _MOST_SHARED)):
+            _check(driver.cuFuncSetAttribute(self._function, attribute, value), "asking for shared memory")
 
     @property
     def stack(self) -> int:

@@ -10,27 +10,10 @@
 // ROW_BLOCKS, FEATURES, CLUSTER_ROWS, CLUSTER_FEATURES, PARTS, STAGES, GATED, ROUNDED (the gate takes sums rounded to
 // bf16, as a kernel of its own would), RESIDUAL, EARLY (started while the previous kernel runs), WATCHED (an endless
 // wait is an error), SLICES, SLICE_TURNS, KEPT (see wide_slices.cu), ORDERED (see wide_multiply.cu), and multiply() and
-// multiply_first(), one tensor core instruction that adds to the sums or begins them. These two files, rounding.cu and
-// wide_ring.cu come before this one.
+// multiply_first(), one tensor core instruction that adds to the sums or begins them. These two files, rounding.cu,
+// common.cu and wide_ring.cu come before this one.
 
 // ---- what becomes of the sums
-
-// Four neighbouring lanes exchange four words each: lane i's word j becomes lane j's word i.
-__device__ __forceinline__ void exchange(u32 (&words)[4]) {
-    bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        u32 got = __shfl_xor_sync(~0u, odd ? words[i] : words[i + 1], 1);
-        words[i] = odd ? got : words[i];
-        words[i + 1] = odd ? words[i + 1] : got;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        u32 got = __shfl_xor_sync(~0u, upper ? words[i] : words[i + 2], 2);
-        words[i] = upper ? got : words[i];
-        words[i + 2] = upper ? words[i + 2] : got;
-    }
-}
 
 struct Output {
     const unsigned short* residual;
@@ -167,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     meet_cluster();
-    if (EARLY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    launch_next_kernel();
     if (group == GROUPS) {
         if (LARGE) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == GROUPS * GROUP_THREADS) {

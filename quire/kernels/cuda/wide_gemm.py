@@ -44,7 +44,7 @@ behind."""
 _MOST_NODES = 16
 _HOPPER = 9
 _MOST_MAPS = 4096
-_FILES = ("rounding.cu", "wide_ring.cu", "wide_slices.cu", "wide_multiply.cu", "wide_gemm.cu")
+_FILES = ("rounding.cu", "common.cu", "wide_ring.cu", "wide_slices.cu", "wide_multiply.cu", "wide_gemm.cu")
 
 
 @dataclass(frozen=True, slots=True)

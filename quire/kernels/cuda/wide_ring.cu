@@ -40,37 +40,6 @@ struct Place {
 
 // ---- barriers and copies
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    u32 address;
-    asm("{\n.reg .u64 wide;\ncvta.to.shared.u64 wide, %1;\ncvt.u32.u64 %0, wide;\n}" : "=r"(address) : "l"(pointer));
-    return address;
-}
-
-__device__ __forceinline__ void init_barrier(u64* barrier, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
-
-// Waits and arrivals say no scope: with that of the cluster the compiler adds a fence of the whole GPU to each turn, a
-// microsecond. What they guard is written by the copy engine and read by the tensor cores, which need none.
-__device__ __forceinline__ bool phase_is_over(u64* barrier, u32 parity) {
-    u32 over;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(over)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-    return over;
-}
-
-// WATCHED: so many tries in vain are an error. A clock is not looked at: reading it takes longer than a turn of the ring.
-__device__ __forceinline__ void wait_for(u64* barrier, u32 parity) {
-    for (u32 tries = 0; !phase_is_over(barrier, parity); tries++) {
-        if (WATCHED && tries > 1u << 22) __trap();
-    }
-}
-
 __device__ __forceinline__ void expect_stage(u64* barrier) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                  "r"(STAGE_BYTES)
@@ -83,14 +52,6 @@ __device__ __forceinline__ u32 address_in(u32 address, u32 block) {
     return there;
 }
 
-// One arrival of every thread for which `here` is true. No branch: around branches the compiler finds fewer registers.
-__device__ __forceinline__ void arrive(u64* barrier, bool here) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(
-                     shared_address(barrier)),
-                 "r"((u32)here)
-                 : "memory");
-}
-
 __device__ __forceinline__ void arrive_in(u64* barrier, u32 block, bool here) {
     asm volatile(
         "{\n.reg .pred p;\n.reg .u32 there;\nsetp.ne.u32 p, %2, 0;\n"
@@ -98,12 +59,6 @@ __device__ __forceinline__ void arrive_in(u64* barrier, u32 block, bool here) {
         "@p mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
         "r"(block), "r"((u32)here)
         : "memory");
-}
-
-__device__ __forceinline__ u64 read_once_policy() {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
 }
 
 __device__ __forceinline__ u64 usual_policy() {
@@ -137,10 +92,6 @@ __device__ __forceinline__ void meet_cluster() {
         return;
     }
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_previous_kernel() {
-    if (EARLY) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // ---- where a thread block works

@@ -22,14 +22,16 @@ PLAIN, NORM, GATED, GATE = "plain", "norm", "gated", "gate"
 alone."""
 FP8, INT4 = "fp8 ", "int4 "
 """Put before the form of a GEMM whose weight is stored in that format."""
+FEW = "few "
+"""Put before the form of a GEMM of 2 to 8 rows whose kernel takes norm, gate and residual along."""
 LIBRARY, WIDE = "library", "wide"
 
 @dataclass(frozen=True, slots=True)
 class GemmChoice:
     """The kernel of a GEMM: `row`, `norm_then_row` (the norm in its own kernel), `vector`, `prefetch`, `stream` or
     `wide` (`quire.kernels.cuda`) with their sizes, of fp8 `bytes_row`, of int4 `codes`, `codes_tiles`, `codes_row` or
-    `norm_then_codes_row`, or `library` (cuBLAS). A cuBLASLt `algorithm` comes first where the installed version has it
-    (`quire.kernels.cublas`)."""
+    `norm_then_codes_row`, `few` (`quire.kernels.cuda.few_gemm`, of forms that begin with `FEW`), or `library` (cuBLAS).
+    A cuBLASLt `algorithm` comes first where the installed version has it (`quire.kernels.cublas`)."""
 
     kernel: str = LIBRARY
     sizes: tuple[int, ...] = ()
@@ -96,6 +98,21 @@ def lookup(rows: int, features: int, width: int, dtype: torch.dtype, form: str =
     counts = _row_counts()
     place = bisect_left(counts, rows)
     return _chosen(counts[place], features, width, form) if place < len(counts) else GemmChoice()
+
+
+@lru_cache(maxsize=4096)
+def lookup_few(rows: int, features: int, width: int, form: str) -> GemmChoice | None:
+    """The kernel of 2 to 8 rows for just this weight, None if none was timed."""
+    wanted = features, width, FEW + form
+    enough = [entry for entry in table() if (entry.features, entry.width, entry.form) == wanted and entry.rows >= rows]
+    return min(enough, key=lambda entry: entry.rows).choice if enough and rows > 1 else None
+
+
+@lru_cache(maxsize=256)
+def few_take_norms(rows: int, width: int) -> bool:
+    """Whether GEMMs of so many rows of such a width take their norm along."""
+    return rows > 1 and any(
+        entry.form == FEW + NORM and entry.width == width and entry.rows >= rows for entry in table())
 
 
 @lru_cache(maxsize=1)

@@ -46,6 +46,9 @@ class DeviceOptions:
     fixed_fusion: bool = True
     """With `deterministic` and `fixed_prefetch`, on Hopper: norms, gates and residuals of small models inside GEMMs of
     up to 8 rows (`kernels.cuda.fixed_few`), with the same bits."""
+    few_rows: bool = True
+    """On Hopper: GEMMs of 2 to 8 rows by `kernels.cuda.few_gemm`, with norm, gate and residual, where the GEMM table
+    has their weight."""
     fuse_rope: bool = True
     """Norm, rotation and KV write run inside decode attention; never in steps with drafts, whose queries see keys of
     other rows of the step."""

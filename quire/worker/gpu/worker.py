@@ -551,5 +551,6 @@ def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype
         named_algorithms=options.named_algorithms,
         fixed_prefetch=options.fixed_prefetch,
         fixed_fusion=options.fixed_fusion,
+        few_rows=options.few_rows,
         rounding=options.rounding,
     )

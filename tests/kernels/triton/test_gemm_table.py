@@ -7,11 +7,13 @@ import torch
 
 from quire.bench.gpu.cases import MODELS
 from quire.bench.gpu.tune import weights_of
+from quire.kernels.cuda.few_gemm import MOST_ROWS, FewShape, can_compute
 from quire.kernels.cuda.wide_gemm import WideShape
 from quire.kernels.triton import gemm_table
 from quire.kernels.triton.codes_row import CodesRowShape
 from quire.kernels.triton.codes_tiles import CodesTilesShape
 from quire.kernels.triton.gemm_table import (
+    FEW,
     FP8,
     GATED,
     INT4,
@@ -33,7 +35,8 @@ from quire.ops.triton import TritonOps
 
 KERNELS = {"row": RowShape, "norm_then_row": RowShape, "prefetch": PrefetchShape, "codes": CodesShape, "vector": tuple,
            "library": tuple, "codes_row": CodesRowShape, "norm_then_codes_row": CodesRowShape,
-           "bytes_row": CodesRowShape, "stream": StreamShape, "wide": WideShape, "codes_tiles": CodesTilesShape}
+           "bytes_row": CodesRowShape, "stream": StreamShape, "wide": WideShape, "codes_tiles": CodesTilesShape,
+           "few": FewShape}
 
 
 def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
@@ -45,6 +48,20 @@ def test_every_entry_names_a_kernel_with_sizes_it_takes() -> None:
         assert ("codes" not in entry.choice.kernel) or entry.form.startswith(INT4)
         assert ("bytes" not in entry.choice.kernel) or entry.form.startswith(FP8)
         assert entry.choice.kernel != "vector" or entry.rows in (2, 4)
+        assert (entry.choice.kernel == "few") == entry.form.startswith(FEW)
+
+
+def test_gemms_of_few_rows_are_for_one_weight_each_and_for_no_other_number_of_rows() -> None:
+    few = [entry for entry in table() if entry.form.startswith(FEW)]
+    for entry in few:
+        form, size = entry.form.removeprefix(FEW), (entry.features, entry.width)
+        shape = FewShape.of(entry.choice.sizes)
+        assert entry.rows == MOST_ROWS and can_compute(entry.rows, *size, shape, form != PLAIN, form == GATED)
+        assert gemm_table.lookup_few(2, *size, form) == gemm_table.lookup_few(8, *size, form) == entry.choice
+        assert gemm_table.lookup_few(1, *size, form) is None and gemm_table.lookup_few(9, *size, form) is None
+        assert gemm_table.lookup_few(5, entry.features + 16, entry.width, form) is None
+    assert all(gemm_table.few_take_norms(rows, 4096) == (1 < rows <= MOST_ROWS and bool(few)) for rows in (1, 2, 8, 9))
+    assert not gemm_table.few_take_norms(5, 1024)
 
 
 UNTUNED = {"30b-a3b"}

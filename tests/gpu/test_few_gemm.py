@@ -1,0 +1,93 @@
+"""GEMMs of up to eight rows that stay in registers, on a real GPU: right, the same each time, and never too early."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+if torch.cuda.is_available():
+    from quire.kernels.cuda.few_gemm import FewShape, available, fits, linear_few_rows
+    from quire.kernels.triton import gemm_table
+    from quire.kernels.triton.linear_few import linear_reference
+    from quire.kernels.triton.linear_prefetch import PrefetchScratch
+    from quire.ops.interface import Fusion
+    from quire.ops.triton import TritonOps
+
+HIDDEN, INNER = 2048, 6144
+SHAPES = ((4, 3, 2, 1, 1), (4, 3, 2, 1, 0), (2, 6, 2, 2, 1), (2, 12, 1, 1, 1))
+"""Without the parts of the columns, which the GEMM says."""
+
+
+@pytest.fixture(autouse=True)
+def needs_hopper() -> None:
+    if not available(torch.device("cuda"), torch.bfloat16):
+        pytest.skip("needs Hopper and NVRTC")
+
+
+def numbers(*size: int) -> Tensor:
+    return torch.randn(size, device="cuda", dtype=torch.float32)
+
+
+def weight_of(features: int, width: int) -> Tensor:
+    return (numbers(features, width) / width**0.5).bfloat16()
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got.float(), want.float(), rtol=0.02, atol=0.03)
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+@pytest.mark.parametrize("rows", [2, 5, 8])
+@torch.inference_mode()
+def test_a_chain_of_gemms_is_right_though_each_begins_before_the_one_before_ends(
+    sizes: tuple[int, ...], rows: int
+) -> None:
+    """Norm and gate, parts that meet with a residual, norm alone: each reads what the one before wrote."""
+    torch.manual_seed(3)
+    chunk, stages, *more = sizes
+    shape, parted = FewShape(chunk, stages, 1, *more), FewShape(chunk, stages, 3, *more)
+    scratch = PrefetchScratch.allocate("cuda", 1 << 20)
+    up, down, last = weight_of(2 * INNER, HIDDEN), weight_of(HIDDEN, INNER), weight_of(528, HIDDEN)
+    gain = (numbers(HIDDEN) / 8 + 1).bfloat16()
+    assert not scratch.arrived.any()
+
+    def run(x: Tensor) -> list[Tensor]:
+        assert fits(x, up, shape, scratch, gain, True)
+        inner = linear_few_rows(x, up, shape=shape, norm=gain, eps=1e-6, gated=True, pdl=True, watched=True)
+        assert inner is not None and fits(inner, down, parted, scratch)
+        rows = linear_few_rows(inner, down, x, shape=parted, scratch=scratch, pdl=True, watched=True)
+        assert rows is not None
+        logits = linear_few_rows(rows, last, shape=shape, norm=gain, eps=1e-6, pdl=True, watched=True)
+        assert logits is not None
+        return [inner, rows, logits]
+
+    for _ in range(4):
+        x = numbers(rows, HIDDEN).bfloat16()
+        inner, summed, logits = run(x)
+        close(inner, linear_reference(x, up, norm=gain.float(), eps=1e-6, gated="silu"))
+        close(summed, linear_reference(inner, down, None, x))
+        close(logits, linear_reference(summed, last, norm=gain.float(), eps=1e-6))
+        assert all(torch.equal(first, second) for first, second in zip((inner, summed, logits), run(x), strict=True))
+    assert not scratch.arrived.any()
+
+
+@torch.inference_mode()
+def test_operations_run_it_where_the_table_names_it_and_can_be_told_not_to() -> None:
+    torch.manual_seed(4)
+    on, off = (TritonOps("cuda", torch.bfloat16, pdl=True, few_rows=few) for few in (True, False))
+    assert on.fusion(5, 4096) is Fusion.NORM_WITH_GEMM and off.fusion(5, 4096) is Fusion.SUM_WITH_NORM
+    assert on.fusion(9, 4096) is Fusion.SUM_WITH_NORM and on.fusion(5, 1280) is Fusion.SUM_WITH_NORM
+    assert gemm_table.lookup_few(5, 4096, 12_288, gemm_table.PLAIN) is not None
+    x, residual, gain = numbers(5, 12_288).bfloat16(), numbers(5, 4096).bfloat16(), torch.ones(4096, device="cuda")
+    down, up = on.pack_linear(weight_of(4096, 12_288)), on.pack_linear(weight_of(24_576, 4096))
+    close(on.linear(x, down, residual), linear_reference(x, down.weight, None, residual))
+    close(on.norm_linear(residual, on.norm_gain(gain), 1e-6, up, "silu"),
+          linear_reference(residual, up.weight, norm=gain, eps=1e-6, gated="silu"))  # fmt: skip
+    # A weight that the table does not have, and an activation that the kernel does not know.
+    other = on.pack_linear(weight_of(4112, 4096))
+    close(on.norm_linear(residual, gain, 1e-6, other), linear_reference(residual, other.weight, norm=gain, eps=1e-6))
+    close(on.norm_linear(residual, gain, 1e-6, up, "gelu"),
+          linear_reference(residual, up.weight, norm=gain, eps=1e-6, gated="gelu"))  # fmt: skip
