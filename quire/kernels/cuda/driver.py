@@ -82,8 +82,8 @@ class Launch:
 
 
 class Kernel:
-    """A function of a cubin, with so much shared memory beside its static one; with 0 the first cache, which is the same
-    memory, stays as large as it can be. Of the device that is current when it is made."""
+    """A function of a cubin, with so much shared memory beside its static one; with 0 the first cache, which is the
+    same memory, stays as large as it can be. Of the device that is current when it is made."""
 
     def __init__(self, code: bytes, name: str, shared: int) -> None:
         self._module, self._function, self._shared = c_void_p(), c_void_p(), shared

@@ -117,7 +117,8 @@ def fits(x: Tensor, weight: Tensor, shape: FewShape, norm: Tensor | None = None)
     """Whether the kernel can multiply these."""
     given = (x, weight) if norm is None else (x, weight, norm)
     known = all(each.dtype == torch.bfloat16 and each.is_contiguous() and each.data_ptr() % 16 == 0 for each in given)
-    return known and can_compute(x.shape[0], *weight.shape, shape)
+    features, width = weight.shape
+    return known and can_compute(x.shape[0], features, width, shape)
 
 
 def linear_few_rows(
