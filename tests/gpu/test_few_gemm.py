@@ -16,7 +16,7 @@ if torch.cuda.is_available():
     from quire.ops.triton import TritonOps
 
 HIDDEN, INNER = 2048, 6144
-SHAPES = ((1, 8, 2, 3), (1, 4, 4, 3), (2, 8, 1, 2))
+SHAPES = ((4, 4, 2, 5), (2, 4, 4, 5), (8, 8, 1, 2))
 
 
 @pytest.fixture(autouse=True)

@@ -24,15 +24,15 @@ from quire.bench.gpu.cases import READ_BANDWIDTH
 from quire.bench.gpu.tune_wide import weights_of
 
 Sizes = tuple[int, ...]
-"""Tiles, warps, lines ahead, blocks of a multiprocessor (`FewShape`)."""
+"""Fours of features, warps, lines ahead, blocks of a multiprocessor (`FewShape`)."""
 SETS: dict[str, Sizes] = {
-    "8 warps": (1, 8, 2, 3),
-    "8 warps, 2 blocks": (1, 8, 2, 2),
-    "8 warps, 1 line": (1, 8, 1, 4),
-    "4 warps": (1, 4, 2, 6),
-    "4 warps, 4 lines": (1, 4, 4, 3),
-    "2 tiles": (2, 8, 1, 2),
-    "2 tiles, 4 warps": (2, 4, 2, 3),
+    "16 features": (4, 4, 2, 5),
+    "16 features, 8 warps": (4, 8, 2, 2),
+    "16 features, 1 line": (4, 8, 1, 3),
+    "16 features, 4 lines": (4, 4, 4, 3),
+    "8 features": (2, 4, 4, 5),
+    "32 features": (8, 8, 1, 2),
+    "32 features, 4 warps": (8, 4, 1, 4),
 }
 _COPIES = 4
 _EPS = 1e-6

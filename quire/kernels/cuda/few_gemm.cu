@@ -1,40 +1,32 @@
 // out = norm(x) W^T (+ residual), or silu(first half) * second half of it, for up to eight rows on Hopper.
 //
 // At so few rows a GEMM is its weight's way from memory. Weights go straight into registers, 16 bytes a load, the first
-// of them before the previous kernel has ended, and lie there as the tensor cores want them: which columns an
-// instruction multiplies is free, as long as weights and rows agree. So a lane loads eight neighbouring columns of
-// feature lane / 4 and of row lane / 4, and nothing goes through shared memory before the final sum. Blocks are small,
-// come and go, and leave room for those of the next kernel.
+// of them before the previous kernel has ended, and lie there as the tensor cores want them; nothing goes through shared
+// memory before the final sum. Blocks are small, come and go, and leave room for those of the next kernel.
 //
-// A block has 16 * TILES features, a warp of it a part of the columns. The norm's gain is a factor of the rows, its
-// scale one of the sums.
+// An instruction multiplies 16 rows by 8 features, 16 columns deep. Which columns these are is free, as long as both
+// sides agree. Here the eight features are four, each with 32 columns in two places, and the sixteen rows are eight,
+// likewise: half of the products are of columns that do not belong together, and nobody reads them. But so eight lanes
+// load 128 neighbouring bytes of a feature, which memory gives at once; with 64 bytes of eight features it was slower.
 //
-// Compiled at run time (few_gemm.py). Defined in front of this file: TILES, WARPS, AHEAD (lines of 64 columns that are
-// on their way to a lane), LINES (of a warp), BLOCKS (that a multiprocessor has room for), NORM, GATED, RESIDUAL, EARLY.
+// A block has 4 * QUADS features (half of them gates, half their ups), a warp of it a part of the columns. The norm's
+// gain is a factor of the rows, its scale one of the sums.
+//
+// Compiled at run time (few_gemm.py). Defined in front of this file: QUADS, WARPS, AHEAD (lines of 64 columns that are
+// on their way to a warp), LINES (of a warp), BLOCKS (that a multiprocessor has room for), NORM, GATED, RESIDUAL, EARLY.
 
-constexpr int ROWS = 8, TILE = 16;  // what an instruction multiplies: so many rows and features
-constexpr int PADDED = 20;  // floats of a row of sums: rows lie in different banks
-constexpr int LINE = 64, EVERY = WARPS * LINE;  // neighbouring lines are of neighbouring warps: memory likes that
+constexpr int ROWS = 8, LINE = 64, EVERY = WARPS * LINE;  // neighbouring lines are of neighbouring warps
 constexpr int WIDTH = LINES * EVERY;
+constexpr int OUTPUTS = GATED ? 2 * QUADS : 4 * QUADS, HALF = OUTPUTS / 4;
+constexpr int PADDED = 4 * QUADS + 4;  // floats of a row of sums: rows lie in different banks
+
 static_assert(LINES % AHEAD == 0, "no whole turns");
-constexpr int OUT_TILE = GATED ? TILE / 2 : TILE;
+static_assert(!GATED || QUADS % 2 == 0, "a gate without its up");
 
 struct Memory {
     float squares[WARPS][ROWS];
-    float sums[WARPS][TILES][ROWS * PADDED];
+    float sums[WARPS][ROWS * PADDED];
 };
-
-// 64 columns of two features of a tile: eight here, those 32 further there.
-struct Line {
-    uint4 first[2], second[2];
-};
-
-__device__ __forceinline__ Line load_line(const u16* first, const u16* second, u64 policy) {
-    Line line;
-    line.first[0] = load_once(first, policy), line.first[1] = load_once(first + LINE / 2, policy);
-    line.second[0] = load_once(second, policy), line.second[1] = load_once(second + LINE / 2, policy);
-    return line;
-}
 
 // Two numbers times their gains, and their squares.
 __device__ __forceinline__ u32 normed(u32 word, u32 gain, float& square) {
@@ -51,41 +43,41 @@ __device__ __forceinline__ uint4 normed(uint4 words, uint4 gains, float& square)
 
 // A warp's part of the columns.
 struct Multiplier {
-    const u16 *first, *second, *row, *gain;  // of this lane: two features, a row, and its columns' gains
+    const u16 *first, *second, *row, *gain;  // of this lane: features, their ups, a row, and its columns' gains
     bool real;
     u64 policy = read_once_policy();
-    Line ahead[AHEAD][TILES];
-    float sums[TILES][4] = {}, square = 0.0f;
+    uint4 ahead[AHEAD][QUADS];
+    float sums[QUADS][4] = {}, square = 0.0f;
 
     __device__ __forceinline__ Multiplier(const u16* weight, const u16* x, const u16* gains, int rows, int features) {
-        int lane = threadIdx.x % 32, mine = lane / 4, column = threadIdx.x / 32 * LINE + lane % 4 * 8;
-        first = weight + (long long)(blockIdx.x * TILES * OUT_TILE + mine) * WIDTH + column;
-        second = first + (long long)(GATED ? features : TILE / 2) * WIDTH;
-        row = x + mine * WIDTH + column;
-        gain = gains + column;
-        real = mine < rows;
+        int lane = threadIdx.x % 32, start = threadIdx.x / 32 * LINE;
+        first = weight + (long long)(blockIdx.x * OUTPUTS + lane / 8) * WIDTH + start + lane % 8 * 8;
+        second = first + (long long)features * WIDTH;
+        row = x + lane / 4 * WIDTH + start + lane % 4 * 8;
+        gain = gains + start + lane % 4 * 8;
+        real = lane / 4 < rows;
     }
 
     __device__ __forceinline__ void load(int slot, int line) {
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            int place = tile * OUT_TILE * WIDTH + line * EVERY;
-            ahead[slot][tile] = load_line(first + place, second + place, policy);
+        for (int quad = 0; quad < QUADS; ++quad) {
+            const u16* from = quad < HALF ? first : second;
+            ahead[slot][quad] = load_once(from + quad % HALF * 4 * WIDTH + line * EVERY, policy);
         }
     }
 
+    __device__ __forceinline__ uint4 load_columns(int place) {
+        uint4 words = load_row(row + place, real);
+        return NORM ? normed(words, __ldg((const uint4*)(gain + place)), square) : words;
+    }
+
     __device__ __forceinline__ void multiply_line(int slot, int line) {
+        uint4 one = load_columns(line * EVERY), two = load_columns(line * EVERY + LINE / 2);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int place = line * EVERY + half * (LINE / 2);
-            uint4 words = load_row(row + place, real);
-            if (NORM) words = normed(words, __ldg((const uint4*)(gain + place)), square);
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-                uint4 one = ahead[slot][tile].first[half], two = ahead[slot][tile].second[half];
-                multiply(sums[tile], one.x, two.x, one.y, two.y, words.x, words.y);
-                multiply(sums[tile], one.z, two.z, one.w, two.w, words.z, words.w);
-            }
+        for (int quad = 0; quad < QUADS; ++quad) {
+            uint4 weights = ahead[slot][quad];
+            multiply(sums[quad], one.x, two.x, one.y, two.y, weights.x, weights.y);
+            multiply(sums[quad], one.z, two.z, one.w, two.w, weights.z, weights.w);
         }
     }
 
@@ -107,6 +99,7 @@ struct Multiplier {
         for (int slot = 0; slot < AHEAD; ++slot) multiply_line(slot, LINES - AHEAD + slot);
     }
 
+    // The first rows' products with the features' first place, the others' with their second.
     __device__ __forceinline__ void leave(Memory& memory) {
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (NORM) {
@@ -115,17 +108,15 @@ struct Multiplier {
             if (lane % 4 == 0) memory.squares[warp][lane / 4] = square;
         }
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)  // two rows of a feature, two of the one eight further
-                memory.sums[warp][tile][(lane % 4 * 2 + i % 2) * PADDED + i / 2 * 8 + lane / 4] = sums[tile][i];
+        for (int quad = 0; quad < QUADS; ++quad)
+            memory.sums[warp][lane / 4 * PADDED + 4 * quad + lane % 4] = sums[quad][0] + sums[quad][3];
     }
 };
 
-__device__ __forceinline__ float added(const Memory& memory, int tile, int row, int feature) {
+__device__ __forceinline__ float added(const Memory& memory, int row, int feature) {
     float total = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) total += memory.sums[warp][tile][row * PADDED + feature];
+    for (int warp = 0; warp < WARPS; ++warp) total += memory.sums[warp][row * PADDED + feature];
     return total;
 }
 
@@ -145,13 +136,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     multiplier.run();
     multiplier.leave(memory);
     __syncthreads();
-    constexpr int OUTPUTS = TILES * OUT_TILE;
     for (int place = threadIdx.x; place < rows * OUTPUTS; place += 32 * WARPS) {
-        int row = place / OUTPUTS, tile = place % OUTPUTS / OUT_TILE, feature = place % OUT_TILE;
-        long long target = (long long)row * features + blockIdx.x * OUTPUTS + place % OUTPUTS;
+        int row = place / OUTPUTS, feature = place % OUTPUTS;
+        long long target = (long long)row * features + blockIdx.x * OUTPUTS + feature;
         float scale = NORM ? scale_of(memory, row, eps) : 1.0f;
-        float total = added(memory, tile, row, feature) * scale;
-        if (GATED) total = total / (1.0f + __expf(-total)) * (added(memory, tile, row, feature + OUT_TILE) * scale);
+        float total = added(memory, row, feature) * scale;
+        if (GATED) total = total / (1.0f + __expf(-total)) * (added(memory, row, feature + OUTPUTS) * scale);
         if (RESIDUAL) total += low_of(residual[target]);
         out[target] = (u16)packed(total, total);
     }

@@ -27,21 +27,21 @@ from quire.kernels.cuda.driver import DriverError, Kernel, Launch
 _log = logging.getLogger("quire.kernels")
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 MOST_ROWS = 8
-_TILE, _LINE = 16, 64
-"""Features of a tile, columns of a warp's line: as in the source."""
+_QUAD, _LINE = 4, 64
+"""Features of an instruction, columns of a warp's line: as in the source."""
 _HOPPER = 9
 _FILES = ("rounding.cu", "common.cu", "few_instructions.cu", "few_gemm.cu")
 
 
 @dataclass(frozen=True, slots=True)
 class FewShape:
-    """Tiles of 16 features of a block, warps that divide the columns among them, lines of 64 columns that are on their
+    """Fours of features of a block, warps that divide the columns among them, lines of 64 columns that are on their
     way to a warp, and blocks that a multiprocessor has registers for."""
 
-    tiles: int = 1
-    warps: int = 8
+    quads: int = 4
+    warps: int = 4
     ahead: int = 2
-    blocks: int = 3
+    blocks: int = 5
 
     @classmethod
     def of(cls, sizes: Sequence[int]) -> FewShape:
@@ -68,7 +68,7 @@ class Variant:
     def source(self) -> str:
         shape = self.shape
         defined = {
-            "TILES": shape.tiles, "WARPS": shape.warps, "AHEAD": shape.ahead, "BLOCKS": shape.blocks,
+            "QUADS": shape.quads, "WARPS": shape.warps, "AHEAD": shape.ahead, "BLOCKS": shape.blocks,
             "LINES": self.lines, "NORM": self.norm, "GATED": self.gated, "RESIDUAL": self.residual,
             "EARLY": self.early, "WATCHED": False,
         }  # fmt: skip
@@ -110,7 +110,7 @@ def _index(device: torch.device) -> int:
 
 def can_compute(rows: int, features: int, width: int, shape: FewShape) -> bool:
     """Whether there is such a kernel for x [rows, width] times a weight [features, width]."""
-    return 1 <= rows <= MOST_ROWS and features % (_TILE * shape.tiles) == 0 and shape.lines(width) > 0
+    return 1 <= rows <= MOST_ROWS and features % (_QUAD * shape.quads) == 0 and shape.lines(width) > 0
 
 
 def fits(x: Tensor, weight: Tensor, shape: FewShape, norm: Tensor | None = None) -> bool:
@@ -145,7 +145,7 @@ def linear_few_rows(
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
     given = (weight, x, norm, residual, out)
     kernel(
-        Launch(weight.shape[0] // (_TILE * shape.tiles), 1, 32 * shape.warps, pdl),
+        Launch(weight.shape[0] // (_QUAD * shape.quads), 1, 32 * shape.warps, pdl),
         torch.cuda.current_stream(x.device).cuda_stream,
         (*(c_void_p(None if each is None else each.data_ptr()) for each in given), c_float(eps), c_int(rows),
          c_int(features)),

@@ -1,11 +1,10 @@
 // What few_gemm.cu says to the hardware: loads and products, each one instruction.
 
-// A weight, which nobody reads again: past the first cache, whose place is for the rows. Two neighbours make a line, so
-// the second cache fetches both at once. Not by the path for constants (.nc): the compiler moved such loads behind the
+// A weight, which nobody reads again: past the first cache, whose place is for the rows. Not by the path for constants (.nc): the compiler moved such loads behind the
 // wait for the previous kernel.
 __device__ __forceinline__ uint4 load_once(const u16* place, u64 policy) {
     uint4 words;
-    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                  : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
                  : "l"(place), "l"(policy)
                  : "memory");
@@ -25,7 +24,7 @@ __device__ __forceinline__ uint4 load_row(const u16* place, bool real) {
     return words;
 }
 
-// 16 features by 8 rows, 16 columns deep.
+// 16 rows by 8 features, 16 columns deep.
 __device__ __forceinline__ void multiply(float (&sums)[4], u32 first, u32 second, u32 third, u32 fourth, u32 low,
                                          u32 high) {
     asm volatile(

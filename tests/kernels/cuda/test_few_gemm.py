@@ -28,7 +28,7 @@ int main() {{
         if (fread(place, 1, size, stdin) != size) return 2;
     run_blocks({blocks}, [&] {{ few_gemm(weight, x, gain, residual, out, 1e-5f, {rows}, {outputs}); }});
     if (launched != {blocks} * BLOCK_THREADS) return 3;
-    if (early_loads != {blocks} * BLOCK_THREADS * 4 * TILES * AHEAD) return 4;
+    if (early_loads != {blocks} * BLOCK_THREADS * QUADS * AHEAD) return 4;
     fwrite(out, sizeof(out), 1, stdout);
 }}
 """
@@ -37,7 +37,7 @@ int main() {{
 def emulated(variant: Variant, x: Tensor, weight: Tensor, gain: Tensor, residual: Tensor, folder: Path) -> Tensor:
     (rows, width), outputs = x.shape, weight.shape[0] // (2 if variant.gated else 1)
     defined, _, _ = variant.source().partition("//")
-    blocks = weight.shape[0] // (16 * variant.shape.tiles)
+    blocks = weight.shape[0] // (4 * variant.shape.quads)
     main = MAIN.format(rows=rows, width=width, features=weight.shape[0], outputs=outputs, blocks=blocks)
     source, program = folder / "few.cpp", folder / "few"
     kernel = (SOURCES / "few_gemm.cu").read_text()
@@ -59,11 +59,11 @@ def numbers(*size: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(
     ("rows", "features", "width", "shape", "more"),
     [
-        (5, 48, 1024, FewShape(1, 4, 2), {}),
-        (8, 64, 512, FewShape(2, 2, 1), {"residual": True}),
-        (3, 32, 512, FewShape(1, 2, 4), {"norm": True}),  # all of it on its way at once
-        (6, 64, 768, FewShape(2, 2, 2), {"norm": True, "gated": True}),
-        (2, 64, 512, FewShape(1, 8, 1), {"gated": True}),
+        (5, 48, 1024, FewShape(4, 4, 2), {}),
+        (8, 64, 512, FewShape(8, 2, 1), {"residual": True}),
+        (3, 32, 512, FewShape(2, 2, 4), {"norm": True}),  # all of it on its way at once
+        (6, 64, 768, FewShape(4, 2, 2), {"norm": True, "gated": True}),
+        (2, 64, 512, FewShape(2, 8, 1), {"gated": True}),
     ],
 )
 def test_an_emulated_block_computes_the_gemm(
@@ -83,9 +83,8 @@ def test_an_emulated_block_computes_the_gemm(
 def test_what_has_no_kernel_is_refused() -> None:
     assert can_compute(8, 6144, 4096, FewShape())
     assert not can_compute(9, 6144, 4096, FewShape())
-    assert not can_compute(8, 6136, 4096, FewShape())  # half a tile
-    assert not can_compute(8, 6160, 4096, FewShape(tiles=2))  # half a block
-    assert not can_compute(8, 6144, 4608, FewShape())  # nine lines a warp, two at a time
+    assert not can_compute(8, 6136, 4096, FewShape())  # half a block
+    assert not can_compute(8, 6144, 4352, FewShape())  # 17 lines a warp, two at a time
     assert not can_compute(8, 6144, 4100, FewShape())  # no whole lines
 
 
@@ -119,6 +118,6 @@ def test_no_candidate_spills_registers(tmp_path: Path) -> None:
 def test_the_compiler_that_engines_have_takes_every_kind_of_kernel() -> None:
     library = nvrtc._library()
     assert library is not None
-    few = {(each.norm, each.gated, each.shape.tiles): each for each in tune_few.variants(list(tune_few.SETS))}
+    few = {(each.norm, each.gated, each.shape.quads): each for each in tune_few.variants(list(tune_few.SETS))}
     for variant in few.values():
         assert nvrtc._compile(library, variant.source(), OPTIONS)
