@@ -7,7 +7,7 @@
 // An instruction multiplies 16 rows by 8 features, 16 columns deep. Which columns these are is free, as long as both
 // sides agree. Here the eight features are four, each with 32 columns in two places, and the sixteen rows are eight,
 // likewise: half of the products are of columns that do not belong together, and nobody reads them. But so eight lanes
-// load 128 neighbouring bytes of a feature, which memory gives at once; with 64 bytes of eight features it was slower.
+// load 128 neighbouring bytes of a feature, a line of the cache, and not 64 of two features (as `linear_stream` does).
 //
 // A block has 4 * QUADS features (half of them gates, half their ups), a warp of it a part of the columns. The norm's
 // gain is a factor of the rows, its scale one of the sums.
