@@ -1,8 +1,8 @@
 // out = norm(x) W^T (+ residual), or silu(first half) * second half of it, for up to eight rows on Hopper.
 //
 // At so few rows a GEMM is its weight's way from memory. Weights go straight into registers, 16 bytes a load, the first
-// of them before the previous kernel has ended, and lie there as the tensor cores want them; nothing goes through shared
-// memory before the final sum. Blocks are small, come and go, and leave room for those of the next kernel.
+// of them before the previous kernel has ended, and lie there as the tensor cores want them; nothing goes through
+// shared memory before the final sum. Blocks are small, come and go, and leave room for those of the next kernel.
 //
 // An instruction multiplies 16 rows by 8 features, 16 columns deep. Which columns these are is free, as long as both
 // sides agree. Here the eight features are four, each with 32 columns in two places, and the sixteen rows are eight,
@@ -13,7 +13,8 @@
 // gain is a factor of the rows, its scale one of the sums.
 //
 // Compiled at run time (few_gemm.py). Defined in front of this file: QUADS, WARPS, AHEAD (lines of 64 columns that are
-// on their way to a warp), LINES (of a warp), BLOCKS (that a multiprocessor has room for), NORM, GATED, RESIDUAL, EARLY.
+// on their way to a warp), LINES (of a warp), BLOCKS (that a multiprocessor has room for), NORM, GATED, RESIDUAL,
+// EARLY.
 
 constexpr int ROWS = 8, LINE = 64, EVERY = WARPS * LINE;  // neighbouring lines are of neighbouring warps
 constexpr int WIDTH = LINES * EVERY;

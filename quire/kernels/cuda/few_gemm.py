@@ -2,8 +2,8 @@
 
 As for one row (`kernels.triton.linear_row`), many small blocks come and go, and weights go from memory into registers:
 the next kernel's are on their way before this one's have all come. With rings in shared memory five rows took 15 us a
-layer of Qwen3-8B more than one row. Unlike there tensor cores multiply: products of five rows one by one would take most
-of the instructions that fit.
+layer of Qwen3-8B more than one row. Unlike there tensor cores multiply: products of five rows one by one would take
+most of the instructions that fit.
 
 `available` is false without Hopper, without NVRTC, or where the driver refuses: other kernels run then. The reference
 is `linear_few.linear_reference`.

@@ -1,7 +1,7 @@
 // What few_gemm.cu says to the hardware: loads and products, each one instruction.
 
-// A weight, which nobody reads again: past the first cache, whose place is for the rows. Not by the path for constants (.nc): the compiler moved such loads behind the
-// wait for the previous kernel.
+// A weight, which nobody reads again: past the first cache, whose place is for the rows. Not by the path for constants
+// (.nc): the compiler moved such loads behind the wait for the previous kernel.
 __device__ __forceinline__ uint4 load_once(const u16* place, u64 policy) {
     uint4 words;
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
