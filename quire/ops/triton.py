@@ -101,7 +101,7 @@ class TritonOps(Ops):
         self._library = cublas.named_library(self.device, dtype, gemm_table.library_version()) if (
             named_algorithms and not deterministic) else None
         self._parts = linear_prefetch.PrefetchScratch.allocate(self.device) if prefetch else None
-        self._few_rows = few_rows and prefetch and not deterministic and few_gemm.available(self.device, dtype)
+        self._few_rows = few_rows and not deterministic and few_gemm.available(self.device, dtype)
         self._only_floats = True
         timed = self._fixed_prefetch and fixed_table.table()
         deep = 256 if fixed_table.names_wide() else 128
@@ -277,11 +277,10 @@ class TritonOps(Ops):
         if choice is None or (out is not None and not out.is_contiguous()):
             return None
         shape, gated = few_gemm.FewShape.of(choice.sizes), form == gemm_table.GATED
-        if not few_gemm.fits(x, w.weight, shape, self._parts, gain, gated):
+        if not few_gemm.fits(x, w.weight, shape, gain):
             return None
         return few_gemm.linear_few_rows(
-            x, w.weight, residual, shape=shape, scratch=self._parts, norm=gain, eps=eps, gated=gated, out=out,
-            pdl=self.pdl)
+            x, w.weight, residual, shape=shape, norm=gain, eps=eps, gated=gated, out=out, pdl=self.pdl)
 
     def _wide_gemm(
         self, variant: wide_gemm.Variant | None, x: Tensor, w: DeviceLinear, residual: Tensor | None,

@@ -1,8 +1,8 @@
-"""Times GEMMs of up to eight rows whose rows stay in registers (`quire.kernels.cuda.few_gemm`) against those in use.
+"""Times GEMMs of up to eight rows with norm, gate and residual (`quire.kernels.cuda.few_gemm`) against those in use.
 
-    python -m quire.bench.gpu.tune_few [--rows 8 5] [--sets NAME ...] [--write TABLE]
+    python -m quire.bench.gpu.tune_few [--rows 5 8] [--sets NAME ...] [--write TABLE]
 
-A set of sizes has some for each of a layer's four GEMMs. Every GEMM is first compared with float32, then timed by
+A set is the sizes of all GEMMs of a layer. Every GEMM is first compared with float32, then timed by
 itself (with its norm, gate or residual), then all of a layer one after another as a decode step has them, but for
 attention: there it counts how soon a kernel gets its weights while the one before ends. All are timed in turns.
 `--write` puts the set with the fastest layer (at the first number of rows) into a GEMM table.
@@ -24,17 +24,15 @@ from quire.bench.gpu.cases import READ_BANDWIDTH
 from quire.bench.gpu.tune_wide import weights_of
 
 Sizes = tuple[int, ...]
-"""Chunk, stages, parts, blocks of a multiprocessor, launched, late (`FewShape`)."""
-DOWN_PARTS = 3
-"""A block's registers hold 4,096 columns of eight rows."""
+"""Fours of features, warps, lines ahead, blocks of a multiprocessor (`FewShape`)."""
 SETS: dict[str, Sizes] = {
-    "half": (4, 3, 1, 2, 1, 1),
-    "half, next at once": (4, 3, 1, 2, 1, 0),
-    "short chunks": (2, 6, 1, 2, 1, 1),
-    "two blocks": (2, 6, 1, 2, 2, 1),
-    "two blocks, next at once": (4, 3, 1, 2, 2, 0),
-    "whole": (4, 6, 1, 1, 1, 1),
-    "whole, short chunks": (2, 12, 1, 1, 1, 1),
+    "16 features": (4, 4, 2, 5),
+    "16 features, 8 warps": (4, 8, 2, 2),
+    "16 features, 1 line": (4, 8, 1, 3),
+    "16 features, 4 lines": (4, 4, 4, 3),
+    "8 features": (2, 4, 4, 5),
+    "32 features": (8, 8, 1, 2),
+    "32 features, 4 warps": (8, 4, 1, 4),
 }
 _COPIES = 4
 _EPS = 1e-6
@@ -45,11 +43,6 @@ def gemms() -> dict[str, tuple[int, int]]:
     from quire.bench.gpu.cases import MODELS
 
     return {**weights_of(), "vocabulary": (MODELS["8b"]["vocab_size"], MODELS["8b"]["hidden_size"])}
-
-
-def sizes_of(name: str, sizes: Sizes) -> Sizes:
-    chunk, stages, _, *more = sizes
-    return chunk, stages, DOWN_PARTS if name == "down" else 1, *more
 
 
 def fused(name: str) -> dict[str, bool]:
@@ -64,9 +57,8 @@ def variants(sets: list[str]) -> list[Any]:
     found = []
     for each in sets:
         for name, (_, width) in gemms().items():
-            shape = FewShape.of(sizes_of(name, SETS[each]))
-            found += [Variant(shape, shape.steps(width), early=True, watched=watched, **fused(name))
-                      for watched in (True, False)]  # fmt: skip
+            shape = FewShape.of(SETS[each])
+            found.append(Variant(shape, shape.lines(width), early=True, **fused(name)))
     return found
 
 
@@ -87,12 +79,10 @@ class Layers:
     def __init__(self, rows: int) -> None:
         import torch
 
-        from quire.kernels.triton.linear_prefetch import PrefetchScratch
         from quire.ops.triton import TritonOps
 
         torch.manual_seed(rows)
         self.rows, self.ops = rows, TritonOps("cuda", torch.bfloat16, pdl=True, few_rows=False)
-        self.scratch = PrefetchScratch.allocate("cuda")
         sizes = gemms()
         self.packed = [
             {name: self.ops.pack_linear(torch.randn(*size, device="cuda", dtype=torch.bfloat16) / size[1] ** 0.5)
@@ -103,15 +93,15 @@ class Layers:
         self.residual = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
         self.gain = torch.rand(hidden, device="cuda").add(0.5).bfloat16()
 
-    def few(self, sizes: Sizes, name: str, layer: int, x: Any, residual: Any, watched: bool = False) -> Any:
+    def few(self, sizes: Sizes, name: str, layer: int, x: Any, residual: Any) -> Any:
         from quire.kernels.cuda.few_gemm import FewShape, fits, linear_few_rows
 
-        shape, weight, what = FewShape.of(sizes_of(name, sizes)), self.packed[layer][name].weight, fused(name)
+        shape, weight, what = FewShape.of(sizes), self.packed[layer][name].weight, fused(name)
         gain = self.gain if what["norm"] else None
-        if not fits(x, weight, shape, self.scratch, gain, what["gated"]):
+        if not fits(x, weight, shape, gain):
             raise ValueError(f"{name} does not take {sizes}")
-        found = linear_few_rows(x, weight, residual if what["residual"] else None, shape=shape, scratch=self.scratch,
-                                norm=gain, eps=_EPS, gated=what["gated"], pdl=True, watched=watched)  # fmt: skip
+        found = linear_few_rows(x, weight, residual if what["residual"] else None, shape=shape, norm=gain, eps=_EPS,
+                                gated=what["gated"], pdl=True)  # fmt: skip
         if found is None:
             raise RuntimeError("the kernel cannot be made")
         return found
@@ -134,7 +124,7 @@ class Layers:
         want = linear_reference(
             x, self.packed[0][name].weight, None, self.residual if what["residual"] else None,
             norm=self.gain.float() if what["norm"] else None, eps=_EPS, gated="silu" if what["gated"] else None).float()
-        first, second = (self.few(sizes, name, 0, x, self.residual, watched=True) for _ in range(2))
+        first, second = (self.few(sizes, name, 0, x, self.residual) for _ in range(2))
         torch.cuda.synchronize()
         wrong = ~((first.float() - want).abs() <= 2**-6 * want.abs() + 0.02)
         if wrong.any():
@@ -201,15 +191,13 @@ def write_best(path: str, best: str) -> None:
         print("no set is faster than what runs now: the table stays as it was", flush=True)
         return
     entries = json.loads(Path(path).read_text(encoding="utf-8"))["gemms"]
-    chunk, stages, _, *more = SETS[best]
-    write(path, [{**entry, "sizes": [chunk, stages, entry["sizes"][2], *more]} for entry in entries
-                 if entry["form"].startswith(FEW)])  # fmt: skip
+    write(path, [{**entry, "sizes": list(SETS[best])} for entry in entries if entry["form"].startswith(FEW)])
     print(f"{path} has the sizes of: {best}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 5])
+    parser.add_argument("--rows", type=int, nargs="+", default=[5, 8])
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--write", metavar="TABLE", help="a GEMM table that gets the fastest set's sizes")
     args = parser.parse_args()

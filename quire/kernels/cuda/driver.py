@@ -82,14 +82,15 @@ class Launch:
 
 
 class Kernel:
-    """A function of a cubin, with a fixed amount of shared memory. Of the device that is current when it is made."""
+    """A function of a cubin, with so much shared memory beside its static one; with 0 the first cache, which is the
+    same memory, stays as large as it can be. Of the device that is current when it is made."""
 
     def __init__(self, code: bytes, name: str, shared: int) -> None:
         self._module, self._function, self._shared = c_void_p(), c_void_p(), shared
         driver = _driver()
         _check(driver.cuModuleLoadData(byref(self._module), code), "loading a kernel")
         _check(driver.cuModuleGetFunction(byref(self._function), self._module, name.encode()), "finding a kernel")
-        for attribute, value in ((_SHARED_MEMORY, shared), (_CARVE_OUT, _MOST_SHARED)):
+        for attribute, value in ((_SHARED_MEMORY, shared), (_CARVE_OUT, _MOST_SHARED)) if shared else ():
             _check(driver.cuFuncSetAttribute(self._function, attribute, value), "asking for shared memory")
 
     @property

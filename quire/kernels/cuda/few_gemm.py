@@ -1,8 +1,9 @@
 """GEMMs of up to eight rows on Hopper, with norm, gate and residual (`few_gemm.cu`): steps of one sequence with drafts.
 
-One row has kernels of its own, in which many small programs come and go: the next kernel's weights are on their way
-before this one's have all come. For a few rows that took a ring in shared memory, which filled a multiprocessor, so
-that memory rested between two GEMMs. Here the ring is half as large, and the rows stay in registers.
+As for one row (`kernels.triton.linear_row`), many small blocks come and go, and weights go from memory into registers:
+the next kernel's are on their way before this one's have all come. With rings in shared memory five rows took 15 us a
+layer of Qwen3-8B more than one row. Unlike there tensor cores multiply: products of five rows one by one would take
+most of the instructions that fit.
 
 `available` is false without Hopper, without NVRTC, or where the driver refuses: other kernels run then. The reference
 is `linear_few.linear_reference`.
@@ -22,49 +23,35 @@ from torch import Tensor
 
 from quire.kernels.cuda import nvrtc
 from quire.kernels.cuda.driver import DriverError, Kernel, Launch
-from quire.kernels.triton.linear_prefetch import PrefetchScratch, multiprocessors
 
 _log = logging.getLogger("quire.kernels")
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 MOST_ROWS = 8
-_TILE, _WARPS, _THREADS, _STEP = 16, 8, 320, 32
-"""Features of a tile, warps that multiply, threads of a block, columns of a warp's step: as in the source."""
-_MOST_STEPS = 16
-"""Of a warp: its part of the rows takes four registers a step."""
-_ROOM = (228 << 10) - 1024
-"""Bytes of shared memory that blocks of a multiprocessor share, less what the barriers of one take; each block costs a
-KiB more."""
-_PADDED = 8 * 20 * 4
+_QUAD, _LINE = 4, 64
+"""Features of an instruction, columns of a warp's line: as in the source."""
 _HOPPER = 9
 _FILES = ("rounding.cu", "common.cu", "few_instructions.cu", "few_gemm.cu")
 
 
 @dataclass(frozen=True, slots=True)
 class FewShape:
-    """Steps of 32 columns in a stage of the ring, stages, blocks that divide the columns, blocks that fit on a
-    multiprocessor, how many of them are launched (of each multiprocessor), and whether (1 or 0) the next kernel may
-    start only when the last weights are asked for."""
+    """Fours of features of a block, warps that divide the columns among them, lines of 64 columns that are on their
+    way to a warp, and blocks that a multiprocessor has registers for."""
 
-    chunk: int = 4
-    stages: int = 3
-    parts: int = 1
-    blocks: int = 2
-    launched: int = 1
-    late: int = 1
+    quads: int = 4
+    warps: int = 4
+    ahead: int = 2
+    blocks: int = 5
 
     @classmethod
     def of(cls, sizes: Sequence[int]) -> FewShape:
         """As a table has them."""
         return cls(*sizes)
 
-    def steps(self, width: int) -> int:
+    def lines(self, width: int) -> int:
         """Of a warp; 0 if the columns cannot be divided like this."""
-        steps, rest = divmod(width, self.parts * _WARPS * _STEP)
-        return 0 if rest or steps % self.chunk or steps > _MOST_STEPS else steps
-
-    @property
-    def ring(self) -> int:
-        return self.stages * _TILE * (_WARPS * _STEP * self.chunk * 2 + 16)
+        lines, rest = divmod(width, self.warps * _LINE)
+        return 0 if rest or lines % self.ahead else lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +59,18 @@ class Variant:
     """What is compiled: a shape for a width, and what is done besides."""
 
     shape: FewShape
-    steps: int
+    lines: int
     norm: bool = False
     gated: bool = False
     residual: bool = False
     early: bool = False
-    watched: bool = False
-    """Whether a wait of seconds ends in an error: for tests and benches, where a kernel may be wrong."""
-
-    @property
-    def shared(self) -> int:
-        """Of a block, in bytes: the ring, the gains, and the sums of tiles."""
-        gains = self.steps * _WARPS * _STEP * 2 if self.norm else 0
-        return self.shape.ring + gains + (2 if self.shape.parts > 1 else 1) * _WARPS * _PADDED
 
     def source(self) -> str:
         shape = self.shape
         defined = {
-            "STEPS": self.steps, "CHUNK_STEPS": shape.chunk, "STAGES": shape.stages, "PARTS": shape.parts,
-            "BLOCKS": shape.blocks, "NORM": self.norm, "GATED": self.gated, "RESIDUAL": self.residual,
-            "EARLY": self.early, "LATE": shape.late, "WATCHED": self.watched,
+            "QUADS": shape.quads, "WARPS": shape.warps, "AHEAD": shape.ahead, "BLOCKS": shape.blocks,
+            "LINES": self.lines, "NORM": self.norm, "GATED": self.gated, "RESIDUAL": self.residual,
+            "EARLY": self.early, "WATCHED": False,
         }  # fmt: skip
         return "\n".join([*(f"#define {name} {int(value)}" for name, value in defined.items()), text()])
 
@@ -108,7 +87,7 @@ def _loaded(variant: Variant, device: int) -> Kernel | None:
     with torch.cuda.device(device):
         torch.empty(1, device="cuda")  # the driver needs torch's context, which is made with the first tensor
         try:
-            return Kernel(nvrtc.compiled(variant.source(), OPTIONS), "few_gemm", variant.shape.ring)
+            return Kernel(nvrtc.compiled(variant.source(), OPTIONS), "few_gemm", 0)
         except nvrtc.Missing:
             return None
         except (nvrtc.CompileError, DriverError, OSError) as error:
@@ -129,27 +108,17 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def can_compute(rows: int, features: int, width: int, shape: FewShape, norm: bool = False, gated: bool = False) -> bool:
+def can_compute(rows: int, features: int, width: int, shape: FewShape) -> bool:
     """Whether there is such a kernel for x [rows, width] times a weight [features, width]."""
-    steps = shape.steps(width)
-    whole = features % _TILE == 0 and (shape.parts == 1 or not (norm or gated))
-    room = steps > 0 and shape.blocks * (Variant(shape, steps, norm).shared + 1024) <= _ROOM
-    return 1 <= rows <= MOST_ROWS and steps > 0 and whole and room
+    return 1 <= rows <= MOST_ROWS and features % (_QUAD * shape.quads) == 0 and shape.lines(width) > 0
 
 
-def fits(
-    x: Tensor, weight: Tensor, shape: FewShape, scratch: PrefetchScratch | None = None, norm: Tensor | None = None,
-    gated: bool = False,
-) -> bool:
+def fits(x: Tensor, weight: Tensor, shape: FewShape, norm: Tensor | None = None) -> bool:
     """Whether the kernel can multiply these."""
     given = (x, weight) if norm is None else (x, weight, norm)
     known = all(each.dtype == torch.bfloat16 and each.is_contiguous() and each.data_ptr() % 16 == 0 for each in given)
     features, width = weight.shape
-    tiles = features // _TILE
-    parted = shape.parts == 1 or (
-        scratch is not None and tiles <= scratch.arrived.numel()
-        and tiles * shape.parts * _TILE * MOST_ROWS <= scratch.partial.numel())
-    return known and parted and can_compute(x.shape[0], features, width, shape, norm is not None, gated)
+    return known and can_compute(x.shape[0], features, width, shape)
 
 
 def linear_few_rows(
@@ -158,31 +127,27 @@ def linear_few_rows(
     residual: Tensor | None = None,
     *,
     shape: FewShape,
-    scratch: PrefetchScratch | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
     out: Tensor | None = None,
     pdl: bool = False,
-    watched: bool = False,
 ) -> Tensor | None:
-    """norm(x) W^T + residual, or silu(first half) * second half of norm(x) W^T; None if the kernel could not be made.
-    No two launches that may run at the same time have the same `scratch`."""
+    """norm(x) W^T + residual, or silu(first half) * second half of norm(x) W^T; None if the kernel could not be
+    made."""
     rows, width = x.shape
     features = weight.shape[0] // (2 if gated else 1)
-    variant = Variant(shape, shape.steps(width), norm is not None, gated, residual is not None, pdl, watched)
+    variant = Variant(shape, shape.lines(width), norm is not None, gated, residual is not None, pdl)
     kernel = _loaded(variant, _index(x.device))
     if kernel is None:
         return None
     if out is None:
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
-    joined = (None, None) if scratch is None else (scratch.partial, scratch.arrived)
-    given = (weight, x, norm, residual, out, *joined)
-    groups = min(multiprocessors(x.device) * shape.launched // shape.parts, weight.shape[0] // _TILE)
+    given = (weight, x, norm, residual, out)
     kernel(
-        Launch(groups * shape.parts, 1, _THREADS, pdl),
+        Launch(weight.shape[0] // (_QUAD * shape.quads), 1, 32 * shape.warps, pdl),
         torch.cuda.current_stream(x.device).cuda_stream,
-        (*(c_void_p(None if each is None else each.data_ptr()) for each in given), c_float(eps),
-         *map(c_int, (rows, features, width))),
+        (*(c_void_p(None if each is None else each.data_ptr()) for each in given), c_float(eps), c_int(rows),
+         c_int(features)),
     )
     return out

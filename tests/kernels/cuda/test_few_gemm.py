@@ -21,34 +21,27 @@ FOLDER = Path(__file__).parent
 SOURCES = Path(few_gemm.__file__).parent
 MAIN = """
 int main() {{
-    static u16 weight[{features} * {width}], x[{rows} * {width}], gain[{width}], residual[{rows} * {outputs}];
-    static u16 out[{rows} * {outputs}];
-    static float4 partial[{features} / 16 * PARTS * 32];
-    static int arrived[{features} / 16];
+    alignas(16) static u16 weight[{features} * {width}], x[{rows} * {width}], gain[{width}], out[{rows} * {outputs}];
+    static u16 residual[{rows} * {outputs}];
     for (auto& [place, size] : std::initializer_list<std::pair<void*, size_t>>{{
              {{weight, sizeof(weight)}}, {{x, sizeof(x)}}, {{gain, sizeof(gain)}}, {{residual, sizeof(residual)}}}})
         if (fread(place, 1, size, stdin) != size) return 2;
-    results = x, results_end = x + {rows} * {width};
-    run_blocks({blocks}, [&] {{
-        few_gemm(weight, x, gain, residual, out, partial, arrived, 1e-5f, {rows}, {outputs}, {width});
-    }});
-    for (int each : arrived) if (each) return 3;
-    if (launched == 0) return 4;
+    run_blocks({blocks}, [&] {{ few_gemm(weight, x, gain, residual, out, 1e-5f, {rows}, {outputs}); }});
+    if (launched != {blocks} * BLOCK_THREADS) return 3;
+    if (early_loads != {blocks} * BLOCK_THREADS * QUADS * AHEAD) return 4;
     fwrite(out, sizeof(out), 1, stdout);
 }}
 """
 
 
-def emulated(variant: Variant, x: Tensor, weight: Tensor, gain: Tensor, residual: Tensor, blocks: int,
-             folder: Path) -> Tensor:  # fmt: skip
+def emulated(variant: Variant, x: Tensor, weight: Tensor, gain: Tensor, residual: Tensor, folder: Path) -> Tensor:
     (rows, width), outputs = x.shape, weight.shape[0] // (2 if variant.gated else 1)
     defined, _, _ = variant.source().partition("//")
-    common = (SOURCES / "common.cu").read_text()
-    exchange = common[common.index("// Four neighbouring lanes") :]
-    kernel = (SOURCES / "few_gemm.cu").read_text().replace("extern __shared__ uint4 dynamic[];", "")
+    blocks = weight.shape[0] // (4 * variant.shape.quads)
     main = MAIN.format(rows=rows, width=width, features=weight.shape[0], outputs=outputs, blocks=blocks)
     source, program = folder / "few.cpp", folder / "few"
-    source.write_text("\n".join([defined, f'#include "{FOLDER / "emulated.h"}"', exchange, kernel, main]))
+    kernel = (SOURCES / "few_gemm.cu").read_text()
+    source.write_text("\n".join([defined, f'#include "{FOLDER / "emulated.h"}"', kernel, main]))
     command = ["g++", "-std=c++20", "-O1", "-pthread", "-o", str(program), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -64,24 +57,23 @@ def numbers(*size: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize(
-    ("rows", "features", "width", "shape", "more", "blocks"),
+    ("rows", "features", "width", "shape", "more"),
     [
-        (5, 80, 1024, FewShape(2, 3), {}, 2),  # five tiles: three and two; four steps in two chunks
-        (8, 48, 512, FewShape(1, 2), {"residual": True}, 1),
-        (3, 64, 512, FewShape(2, 2), {"norm": True}, 3),
-        (6, 96, 1024, FewShape(4, 2, late=0), {"norm": True, "gated": True}, 2),
-        (1, 64, 256, FewShape(1, 4), {"gated": True}, 1),
-        (7, 64, 1536, FewShape(1, 3, 3), {"residual": True}, 6),  # parts that meet
+        (5, 48, 1024, FewShape(4, 4, 2), {}),
+        (8, 64, 512, FewShape(8, 2, 1), {"residual": True}),
+        (3, 32, 512, FewShape(2, 2, 4), {"norm": True}),  # all of it on its way at once
+        (6, 64, 768, FewShape(4, 2, 2), {"norm": True, "gated": True}),
+        (2, 64, 512, FewShape(2, 8, 1), {"gated": True}),
     ],
 )
 def test_an_emulated_block_computes_the_gemm(
-    rows: int, features: int, width: int, shape: FewShape, more: dict[str, bool], blocks: int, tmp_path: Path
+    rows: int, features: int, width: int, shape: FewShape, more: dict[str, bool], tmp_path: Path
 ) -> None:
-    variant = Variant(shape, shape.steps(width), early=True, **more)
-    assert can_compute(rows, features, width, shape, variant.norm, variant.gated)
+    variant = Variant(shape, shape.lines(width), early=True, **more)
+    assert can_compute(rows, features, width, shape)
     x, weight, gain = numbers(rows, width), numbers(features, width, seed=1) / width**0.5, numbers(width, seed=2)
     residual = numbers(rows, features // (2 if variant.gated else 1), seed=3)
-    got = emulated(variant, x, weight, gain, residual, blocks, tmp_path)
+    got = emulated(variant, x, weight, gain, residual, tmp_path)
     want = linear_reference(
         x.float(), weight.float(), None, residual.float() if variant.residual else None,
         norm=gain.float() if variant.norm else None, eps=1e-5, gated="silu" if variant.gated else None)
@@ -89,21 +81,17 @@ def test_an_emulated_block_computes_the_gemm(
 
 
 def test_what_has_no_kernel_is_refused() -> None:
-    assert can_compute(8, 6144, 4096, FewShape(), norm=True)
+    assert can_compute(8, 6144, 4096, FewShape())
     assert not can_compute(9, 6144, 4096, FewShape())
-    assert not can_compute(8, 6136, 4096, FewShape())  # half a tile
-    assert not can_compute(8, 6144, 4352, FewShape())  # 17 steps
-    assert not can_compute(8, 6144, 4100, FewShape())  # no whole steps
-    assert not can_compute(8, 4096, 12_288, FewShape(parts=3), norm=True)  # a part does not know the norm
-    assert not can_compute(8, 6144, 4096, FewShape(4, 4))  # two rings do not fit
+    assert not can_compute(8, 6136, 4096, FewShape())  # half a block
+    assert not can_compute(8, 6144, 4352, FewShape())  # 17 lines a warp, two at a time
+    assert not can_compute(8, 6144, 4100, FewShape())  # no whole lines
 
 
 def test_every_candidate_can_compute_its_gemm() -> None:
     for sizes in tune_few.SETS.values():
         for name, size in tune_few.gemms().items():
-            what = tune_few.fused(name)
-            shape = FewShape.of(tune_few.sizes_of(name, sizes))
-            assert can_compute(8, *size, shape, what["norm"], what["gated"]), (name, sizes)
+            assert can_compute(8, *size, FewShape.of(sizes)), (name, sizes)
 
 
 def compile_with(nvcc: str, index: int, variant: Variant, folder: Path) -> str:
@@ -119,7 +107,7 @@ def test_no_candidate_spills_registers(tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("needs nvcc")
-    variants = sorted({each for each in tune_few.variants(list(tune_few.SETS)) if not each.watched}, key=repr)
+    variants = sorted(set(tune_few.variants(list(tune_few.SETS))), key=repr)
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(lambda each: compile_with(nvcc, *each, tmp_path), enumerate(variants)))
     for variant, text in zip(variants, said, strict=True):
@@ -130,7 +118,6 @@ def test_no_candidate_spills_registers(tmp_path: Path) -> None:
 def test_the_compiler_that_engines_have_takes_every_kind_of_kernel() -> None:
     library = nvrtc._library()
     assert library is not None
-    few = {(each.norm, each.gated, each.shape.parts, each.shape.late): each
-           for each in tune_few.variants(list(tune_few.SETS))}  # fmt: skip
+    few = {(each.norm, each.gated, each.shape.quads): each for each in tune_few.variants(list(tune_few.SETS))}
     for variant in few.values():
         assert nvrtc._compile(library, variant.source(), OPTIONS)

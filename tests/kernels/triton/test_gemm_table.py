@@ -56,7 +56,7 @@ def test_gemms_of_few_rows_are_for_one_weight_each_and_for_no_other_number_of_ro
     for entry in few:
         form, size = entry.form.removeprefix(FEW), (entry.features, entry.width)
         shape = FewShape.of(entry.choice.sizes)
-        assert entry.rows == MOST_ROWS and can_compute(entry.rows, *size, shape, form != PLAIN, form == GATED)
+        assert entry.rows == MOST_ROWS and can_compute(entry.rows, *size, shape)
         assert gemm_table.lookup_few(2, *size, form) == gemm_table.lookup_few(8, *size, form) == entry.choice
         assert gemm_table.lookup_few(1, *size, form) is None and gemm_table.lookup_few(9, *size, form) is None
         assert gemm_table.lookup_few(5, entry.features + 16, entry.width, form) is None
