@@ -47,7 +47,7 @@ ORDERED: dict[str, tuple[Packer, dict[str, Any]]] = {
 }
 WIDE = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6}
 """Three ranks' heads begin at 64 and 128, their slices of the MLP inside groups of 64 and blocks of 128."""
-SIZES = {"llama": WIDE, "phi3": WIDE | {"num_attention_heads": 16, "num_key_value_heads": 4}}
+SIZES = {"llama": WIDE, "phi3": WIDE | {"num_attention_heads": 12, "num_key_value_heads": 4}}
 """Phi-3 has q, k and v in one tensor, gate and up in another."""
 
 
