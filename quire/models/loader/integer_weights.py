@@ -12,7 +12,7 @@ w numbers of `bits` bits fill a word of 32, lowest bits first. A weight is scale
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,6 +38,7 @@ _MEMBERS = {
 }
 _AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word holds each of its eight columns."""
+_WORDS_AT_ONCE = 1 << 20
 _ORDERS = ("g_idx", "weight_g_idx")
 """The members that say which group each column is in."""
 
@@ -121,17 +122,17 @@ class _Reader:
         bits = self._scheme.bits[0]
         packed, scales = self._words("qweight"), self._floats("scales")
         columns = scales.shape[1]
+        in_word = 32 // bits if self._scheme.layout == "awq" else 1
+        if packed.shape[1] * in_word != columns:
+            self._refuse("qweight", f"{columns} columns of scales")
+        zeros = _unpacked(self._words("qzeros"), bits)
         if self._scheme.layout == "awq":
-            codes = _unpacked(packed, bits)
-            if codes.shape[1] != columns:
-                self._refuse("qweight", f"{columns} columns of scales")
-            codes, zeros = _awq_order(codes), _awq_order(_unpacked(self._words("qzeros"), bits))
-            codes = codes.t().contiguous()
+            zeros = _awq_order(zeros)
+            shape = (columns, len(packed))
+            codes = _in_pieces(packed, 0, lambda words: _awq_order(_unpacked(words, bits)).t(), shape, 1)
         else:
-            if packed.shape[1] != columns:
-                self._refuse("qweight", f"{columns} columns of scales")
-            codes = _unpacked(packed.t().contiguous(), bits)
-            zeros = _unpacked(self._words("qzeros"), bits)
+            shape = (columns, len(packed) * 32 // bits)
+            codes = _in_pieces(packed, 1, lambda words: _unpacked(words.t(), bits), shape)
         if tuple(zeros.t().shape) != self._whole(scales.t()):
             self._refuse("qzeros", f"scales of shape {self._whole(scales.t())[::-1]}")
         # A zero point of 0, less one, is stored as the largest number: it wraps.
@@ -166,7 +167,8 @@ class _Reader:
                 if len(shape) == 2 and packed.shape == (shape[0], -(-shape[1] * bits // 32))]
         if not fits:
             self._refuse("weight_packed", f"a weight_shape of {shape} and {self._scheme.bits} bits")
-        return _unpacked(packed, fits[0])[:, : shape[1]], fits[0]
+        size = (shape[0], shape[1])
+        return _in_pieces(packed, 0, lambda words: _unpacked(words, fits[0])[:, : size[1]], size), fits[0]
 
     def _compressed_zeros(self, shape: tuple[int, ...], bits: int) -> Tensor:
         stored = self._members.get("weight_zero_point")
@@ -255,6 +257,19 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return numbers
     return torch.stack([numbers & 15, numbers >> 4], -1).flatten(1)
+
+
+def _in_pieces(
+    words: Tensor, dim: int, codes_of: Callable[[Tensor], Tensor], shape: tuple[int, int], place: int = 0
+) -> Tensor:
+    """uint8 [N, K], made of some rows or columns (`dim`) of words at a time, which are rows or columns (`place`) of the
+    codes: what unpacks them makes several copies."""
+    found, done = torch.empty(shape, dtype=torch.uint8), 0
+    for some in words.split(max(1, _WORDS_AT_ONCE * words.shape[dim] // max(1, words.numel())), dim):
+        codes = codes_of(some)
+        found.narrow(place, done, codes.shape[place]).copy_(codes)
+        done += codes.shape[place]
+    return found
 
 
 def _awq_order(numbers: Tensor) -> Tensor:
