@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import EngineError
+from quire.kernels.quantized import StoredWeight
 from quire.kernels.slices import Slices
 
 _MAX_STACK = 16  # MAX_STACK of linear.c
+_PANELS = 64
+"""Rows, a multiple of those of a panel in every variant."""
+_NUMBERS_AT_ONCE = 1 << 20
 _GIVE_BACK_BYTES = 32 << 20
 """Packed since memory was last given back: that takes some milliseconds."""
 
@@ -55,6 +60,23 @@ class PanelGroup:
     """[weights, 4]: panels, bias, format, and room for a step's number of rows."""
     out_features: int
     in_features: int
+
+
+def rows_at_once(width: int) -> int:
+    """Of a weight of so many columns that is packed from another type: whole panels of every variant."""
+    return max(1, _NUMBERS_AT_ONCE // max(1, width) // _PANELS) * _PANELS
+
+
+def float_rows(parts: Sequence[StoredWeight], start: int, stop: int) -> Tensor:
+    """float32 rows [start, stop) of parts that lie one below the other."""
+    found, first = [], 0
+    for part in parts:
+        low, high = max(start - first, 0), min(stop - first, part.shape[0])
+        if low < high:
+            found.append((part.detach()[low:high] if isinstance(part, Tensor) else
+                          part.rows(slice(low, high)).dequantized()).to(torch.float32))
+        first += part.shape[0]
+    return (found[0] if len(found) == 1 else torch.cat(found)).contiguous()
 
 
 class LoadMemory:

@@ -12,10 +12,11 @@ of all members, and cut to what was asked once the weight is put together:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from quire.kernels.quantized import UNIT, FloatWeight, Fp8Weight, QuantizedWeight, StoredWeight, joined_fp8
@@ -27,6 +28,7 @@ from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
 
 Members = Mapping[str, Tensor]
 """The tensors of one weight, by the last part of their names."""
+_ROWS_AT_ONCE = 256
 Axes = tuple[tuple[int, int], ...]
 """Of each dimension of a member: which of the weight's it follows (0: rows, 1: columns), and how many of these are one
 entry of it."""
@@ -185,6 +187,15 @@ def joined(
             yield f"{module}.weight", make(module, waiting.pop(module))
 
 
+def _float_columns(weight: QuantizedWeight, runs: Sequence[Run]) -> Tensor:
+    """A few rows at a time: the floats of all columns are several times what is wanted."""
+    found = torch.empty(weight.shape[0], sum(stop - start for start, stop in runs))
+    for row in range(0, weight.shape[0], _ROWS_AT_ONCE):
+        rows = slice(row, row + _ROWS_AT_ONCE)
+        found[rows] = take(weight.rows(rows).dequantized(), (1, tuple(runs)))
+    return found
+
+
 def _taken(weight: StoredWeight, ranges: Ranges, row_scale: bool | None = None) -> StoredWeight:
     """`row_scale`: as of the whole weight, where this one is a part of it."""
     dim, runs = ranges
@@ -199,5 +210,5 @@ def _taken(weight: StoredWeight, ranges: Ranges, row_scale: bool | None = None) 
         return joined_weights([weight.rows(slice(*run)) for run in runs], dim)
     cut = any(edge % min(UNIT, weight.group) for run in runs for edge in run)
     if cut or weight.order is not None:
-        return FloatWeight(take(weight.dequantized(), ranges), kept=False)
+        return FloatWeight(_float_columns(weight, runs), kept=False)
     return joined_weights([weight.columns(*run, row_scale) for run in runs], dim)
