@@ -25,7 +25,7 @@ from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, St
 from quire.ops import cpu_integer
 from quire.ops.cpu_copies import copy_blocks, copy_slots
 from quire.ops.cpu_drafts import DraftKernels
-from quire.ops.cpu_panels import LoadMemory, PanelGroup, PanelLinear, described, float_rows, rows_at_once
+from quire.ops.cpu_panels import LoadMemory, PanelGroup, PanelLinear, described, packed_floats
 from quire.ops.cpu_step import (
     F32,
     I32,
@@ -131,7 +131,7 @@ class CpuOps(DraftKernels, Ops):
             if panels.nbytes == 0 and n * k > 0:
                 continue
             self._library.quire_advise_huge_pages(panels.data_ptr(), panels.nbytes)
-            if self._pack(parts, (n, k), panels, code):
+            if packed_floats(self._library, parts, (n, k), panels, code):
                 break
         return described(self._memory.packed(panels), name, code, (n, k), bias, slices)
 
@@ -166,18 +166,6 @@ class CpuOps(DraftKernels, Ops):
         its name, or None where the processor has no such instructions."""
         found = self._library.quire_int_kernel(-1 if name is None else cpu_integer.KERNELS.index(name))
         return None if found is None else str(found.decode())
-
-    def _pack(self, parts: Sequence[StoredWeight], shape: tuple[int, int], panels: Tensor, code: int) -> bool:
-        """Whether every weight comes back bit for bit. What is not float32 becomes so a few rows at a time."""
-        (n, k), one = shape, parts[0]
-        ready = len(parts) == 1 and isinstance(one, Tensor) and one.dtype is F32 and one.is_contiguous()
-        step = n if ready else rows_at_once(k)
-        for start in range(0, n, max(1, step)):
-            rows = float_rows(parts, start, start + step)
-            place = panels.data_ptr() + self._library.quire_packed_bytes(code, start, k)
-            if not self._library.quire_pack(rows.data_ptr(), place, rows.shape[0], k, code):
-                return False
-        return True
 
     def linear(
         self, x: Tensor, w: PanelLinear, residual: Tensor | None = None, out: Tensor | None = None

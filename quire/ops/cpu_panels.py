@@ -67,7 +67,7 @@ def rows_at_once(width: int) -> int:
     return max(1, _NUMBERS_AT_ONCE // max(1, width) // _PANELS) * _PANELS
 
 
-def float_rows(parts: Sequence[StoredWeight], start: int, stop: int) -> Tensor:
+def _float_rows(parts: Sequence[StoredWeight], start: int, stop: int) -> Tensor:
     """float32 rows [start, stop) of parts that lie one below the other."""
     found, first = [], 0
     for part in parts:
@@ -77,6 +77,22 @@ def float_rows(parts: Sequence[StoredWeight], start: int, stop: int) -> Tensor:
                           part.rows(slice(low, high)).dequantized()).to(torch.float32))
         first += part.shape[0]
     return (found[0] if len(found) == 1 else torch.cat(found)).contiguous()
+
+
+def packed_floats(
+    library: ctypes.CDLL, parts: Sequence[StoredWeight], shape: tuple[int, int], panels: Tensor, code: int
+) -> bool:
+    """Packs the weight that the parts make. Whether every number comes back bit for bit; if not, `panels` are garbage.
+    What is not float32 becomes so a few rows at a time."""
+    (n, k), one = shape, parts[0]
+    ready = len(parts) == 1 and isinstance(one, Tensor) and one.dtype is torch.float32 and one.is_contiguous()
+    step = n if ready else rows_at_once(k)
+    for start in range(0, n, max(1, step)):
+        rows = _float_rows(parts, start, start + step)
+        place = panels.data_ptr() + library.quire_packed_bytes(code, start, k)
+        if not library.quire_pack(rows.data_ptr(), place, rows.shape[0], k, code):
+            return False
+    return True
 
 
 class LoadMemory:
