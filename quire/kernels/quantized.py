@@ -174,11 +174,13 @@ class QuantizedWeight(CodedWeight):
             steps=None if self.steps is None else self.steps[index],
         )
 
-    def columns(self, start: int, stop: int) -> QuantizedWeight:
-        """Columns [start, stop). A cut inside a group leaves smaller groups with the same scales: the same weight."""
+    def columns(self, start: int, stop: int, row_scale: bool | None = None) -> QuantizedWeight:
+        """Columns [start, stop). A cut inside a group leaves smaller groups with the same scales: the same weight.
+        `row_scale`: whether a row has one scale, where this is a part of a weight of which it cannot be seen."""
         if self.order is not None:
             raise ModelLoadError("columns of a quantized weight in another order (act-order) cannot be cut")
-        if self.scales.shape[1] == 1 and start % UNIT == 0 and (stop - start) % UNIT == 0:
+        row_scale = self.scales.shape[1] == 1 if row_scale is None else row_scale
+        if row_scale and start % UNIT == 0 and (stop - start) % UNIT == 0:
             return replace(self, codes=self.codes[:, start:stop], group=stop - start)
         group = self.group
         while group > UNIT and (start % group or stop % group):
@@ -342,20 +344,21 @@ class Fp8Weight(CodedWeight):
         codes = self.codes.view(torch.uint8)[index].view(torch.float8_e4m3fn)
         return replace(self, codes=codes, scales=self.scales[index])
 
-    def columns(self, start: int, stop: int) -> Fp8Weight:
-        if self.scales.shape[1] == 1:
+    def columns(self, start: int, stop: int, row_scale: bool | None = None) -> Fp8Weight:
+        """`row_scale`: as of a quantized weight."""
+        if self.scales.shape[1] == 1 if row_scale is None else row_scale:
             return replace(self, codes=self.codes[:, start:stop], group=max(1, stop - start))
         if start % self.group or (stop % self.group and stop != self.shape[1]):
             raise ModelLoadError(f"columns {start} to {stop} cut a block of {self.group} of an fp8 weight")
         part = slice(start // self.group, -(-stop // self.group))
         return replace(self, codes=self.codes[:, start:stop], scales=self.scales[:, part])
 
-    def finer(self, runs: Sequence[tuple[int, int]]) -> Fp8Weight:
+    def finer(self, runs: Sequence[tuple[int, int]], row_scale: bool | None = None) -> Fp8Weight:
         """The same weight, with scales repeated for smaller groups where one of these runs of columns begins or ends
         inside one."""
         edges = [edge for run in runs for edge in run if edge != self.shape[1]]
         group = math.gcd(self.group, *edges)
-        if self.scales.shape[1] == 1 or group == self.group:
+        if group == self.group or (self.scales.shape[1] == 1 if row_scale is None else row_scale):
             return self
         scales = self.scales.repeat_interleave(self.group // group, 1)[:, : -(-self.shape[1] // group)]
         return replace(self, scales=scales, group=group)

@@ -24,7 +24,7 @@ from quire.parallel.collectives import TensorGroup
 class Linear:
     """One projection, or several that share their input and are run as one (q, k and v; gate and up).
 
-    Parts wait as they came until the last one is there, then are joined, packed and let go of: peak memory
+    Parts wait as they came until the last one is there, then are packed and let go of: peak memory
     is the packed weights plus one layer's sources. Nothing is allocated from what a config says before the
     tensors came. `slices` fix the order of its sums where ranks may share them (see `quire.kernels.slices`).
     """
@@ -43,6 +43,8 @@ class Linear:
         self._use = use
         self._uses = uses or {}
         self._waiting: dict[tuple[str, str], StoredWeight] = {}
+        self._coded: set[str] = set()
+        """Parts of which the device multiplies with codes."""
         self._packed: PackedLinear | None = None
 
     @property
@@ -60,7 +62,9 @@ class Linear:
         """Take one stored tensor, of the shape the spec declared."""
         if kind == "weight":
             kept: StoredWeight | None = self._ops.quantized(tensor, self._slices, self._uses.get(part, self._use))
-            if kept is None and isinstance(tensor, CodedWeight):  # a slice's border would cut a group
+            if kept is not None:
+                self._coded.add(part)
+            elif isinstance(tensor, CodedWeight) and not self._packs_parts:  # a slice's border would cut a group
                 kept = tensor.dequantized()
             tensor = tensor if kept is None else kept
         self._waiting[part, kind] = tensor
@@ -70,16 +74,24 @@ class Linear:
     def _pack(self, bias: Tensor | None) -> None:
         """The weight is of codes where the device multiplies with those of every part, or parts each in their own
         form."""
-        held = [self._waiting[part, "weight"] for part in self._parts]
-        codes = [part for part in held if isinstance(part, CodedWeight)]
         mixed = self._ops.mixes_formats and self._use is not WeightUse.EXPERT
-        if not codes or (len(codes) < len(held) and not mixed):
-            self._packed = self._ops.pack_linear(self._joined("weight"), bias, self._slices)
+        if not self._coded or (len(self._coded) < len(self._parts) and not mixed):
+            if self._packs_parts:
+                came = [self._waiting.pop((part, "weight")) for part in self._parts]
+                self._packed = self._ops.pack_parts(came, bias, self._slices)
+            else:
+                self._packed = self._ops.pack_linear(self._joined("weight"), bias, self._slices)
             return
+        held = [self._waiting[part, "weight"] for part in self._parts]
         parts = [part if isinstance(part, CodedWeight) else FloatWeight(part) for part in held]
         self._packed = self._ops.pack_quantized(parts, bias, self._slices, self._use)
         for part in self._parts:
             del self._waiting[part, "weight"]
+
+    @property
+    def _packs_parts(self) -> bool:
+        """Whether parts are packed as they came, to float32."""
+        return self._ops.packs_parts and self._dtype in (None, torch.float32)
 
     def adopt(self, packed: PackedLinear) -> None:
         """The same weight where it lies now, as one of a group."""

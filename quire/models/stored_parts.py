@@ -50,8 +50,7 @@ class StoredParts:
         cuts = [self._shard.cut(target) for target in targets]
         if all(cut is None for cut in cuts):
             return None
-        turned = self._names.is_transposed(targets[0])
-        self._check_shape(name, shape, targets, turned)
+        self._check_shape(name, shape, targets)
         start, runs, dim = 0, [], 0
         for target, cut in zip(targets, cuts, strict=True):
             rows = self._shapes[target][0]
@@ -61,7 +60,17 @@ class StoredParts:
                 dim = cut.dim
                 runs.append((start + cut.start, start + cut.stop))
             start += rows
-        return 1 - dim if turned else dim, tuple(runs)
+        return 1 - dim if self._names.is_transposed(targets[0]) else dim, tuple(runs)
+
+    def shape_of(self, name: str) -> Shape | None:
+        """That a tensor stored under this name must have, whole; None where the family has no such tensor."""
+        try:
+            targets = self._names.targets(name)
+        except KeyError:
+            return None
+        if not targets or any(target not in self._shapes for target in targets):
+            return None
+        return self._stored_shape(targets)
 
     def wants(self, name: str) -> bool:
         """Whether a tensor stored under this name is the rank's, all of it or a part."""
@@ -81,10 +90,13 @@ class StoredParts:
             return None
         return (0, ((mine[0], mine[-1] + 1),)) if mine else NOTHING
 
-    def _check_shape(self, name: str, shape: Shape, targets: tuple[str, ...], turned: bool) -> None:
+    def _stored_shape(self, targets: tuple[str, ...]) -> Shape:
         rows = sum(self._shapes[target][0] for target in targets)
-        wanted = (rows, *self._shapes[targets[0]][1:])
-        wanted = wanted[::-1] if turned else wanted
+        shape = (rows, *self._shapes[targets[0]][1:])
+        return shape[::-1] if self._names.is_transposed(targets[0]) else shape
+
+    def _check_shape(self, name: str, shape: Shape, targets: tuple[str, ...]) -> None:
+        wanted = self._stored_shape(targets)
         if shape != wanted:
             raise ModelLoadError(f"tensor {name!r} has shape {shape}, but the config asks for {wanted}: config.json "
                                  "and the weights are not of the same model")

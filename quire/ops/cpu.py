@@ -25,7 +25,7 @@ from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, St
 from quire.ops import cpu_integer
 from quire.ops.cpu_copies import copy_blocks, copy_slots
 from quire.ops.cpu_drafts import DraftKernels
-from quire.ops.cpu_panels import LoadMemory, PanelGroup, PanelLinear, described
+from quire.ops.cpu_panels import LoadMemory, PanelGroup, PanelLinear, described, packed_floats
 from quire.ops.cpu_step import (
     F32,
     I32,
@@ -50,7 +50,6 @@ from quire.parallel.collectives import TensorGroup
 _FORMATS = {"scaled4": 3, "scaled8": 2, "bfloat16": 1, "float32": 0}
 _INTEGER = 4  # codes that are multiplied as integers (see integer.h)
 _GROUPED = ("scaled4", "scaled8")  # formats that keep UNIT columns together
-_ROWS_AT_ONCE = 2048  # of a weight that is packed from another type: whole panels of every variant
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 
@@ -61,6 +60,7 @@ class CpuOps(DraftKernels, Ops):
     """
 
     grows_tables = True
+    packs_parts = True
 
     def __init__(
         self,
@@ -112,11 +112,17 @@ class CpuOps(DraftKernels, Ops):
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, slices: Slices | None = None
     ) -> PanelLinear:
+        return self.pack_parts((weight,), bias, slices)
+
+    def pack_parts(
+        self, parts: Sequence[StoredWeight], bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PanelLinear:
         """Copy a weight [N, K] into panels, in the narrowest format that holds every float bit for bit and that can be
         cut at the borders of the slices."""
-        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-            raise EngineError(f"a linear weight is [N, K] with a bias [N], not {tuple(weight.shape)}")
-        n, k = weight.shape
+        shapes = [tuple(part.shape) for part in parts]
+        n, k = sum(shape[0] for shape in shapes), shapes[0][-1]
+        if any(len(shape) != 2 or shape[1] != k for shape in shapes) or (bias is not None and bias.shape != (n,)):
+            raise EngineError(f"a linear weight is [N, K] with a bias [N], not of parts {shapes}")
         for name in _FORMATS if self.narrow_weights else ("float32",):
             code = _FORMATS[name]
             if name in _GROUPED and slices is not None and not slices.divisible_by(UNIT):
@@ -125,7 +131,7 @@ class CpuOps(DraftKernels, Ops):
             if panels.nbytes == 0 and n * k > 0:
                 continue
             self._library.quire_advise_huge_pages(panels.data_ptr(), panels.nbytes)
-            if self._pack(weight.detach(), panels, code):
+            if packed_floats(self._library, parts, (n, k), panels, code):
                 break
         return described(self._memory.packed(panels), name, code, (n, k), bias, slices)
 
@@ -160,17 +166,6 @@ class CpuOps(DraftKernels, Ops):
         its name, or None where the processor has no such instructions."""
         found = self._library.quire_int_kernel(-1 if name is None else cpu_integer.KERNELS.index(name))
         return None if found is None else str(found.decode())
-
-    def _pack(self, weight: Tensor, panels: Tensor, code: int) -> bool:
-        """Whether every weight comes back bit for bit. A weight that is not float32 becomes so a few rows at a time."""
-        n, k = weight.shape
-        step = n if weight.dtype is F32 and weight.is_contiguous() else _ROWS_AT_ONCE
-        for start in range(0, n, max(1, step)):
-            rows = weight[start : start + step].to(F32).contiguous()
-            place = panels.data_ptr() + self._library.quire_packed_bytes(code, start, k)
-            if not self._library.quire_pack(rows.data_ptr(), place, rows.shape[0], k, code):
-                return False
-        return True
 
     def linear(
         self, x: Tensor, w: PanelLinear, residual: Tensor | None = None, out: Tensor | None = None

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.errors import EngineError
 from quire.kernels.quantized import BLOCK, UNIT, QuantizedWeight, Rounding, UnreadWeight, WeightUse, joined
 from quire.kernels.slices import Slices
+from quire.ops.cpu_panels import rows_at_once
 
 KERNELS = ("plain", "avx2", "avx-vnni", "avx512-vnni", "dotprod", "i8mm", "amx")  # by their index in integer.c
 _HEADER = 8  # int64 numbers before the parts: int_weight of integer.h
@@ -69,8 +70,9 @@ def round_to_codes(
         codes = torch.empty(stop - start, k, dtype=torch.uint8)
         scales = torch.empty(stop - start, k // group)
         offsets = torch.empty(stop - start, k // group) if rounding.zero_points else None
-        for row in range(start, stop, _ROWS_AT_ONCE):
-            floats = weight.detach()[row : min(row + _ROWS_AT_ONCE, stop)].to(torch.float32).contiguous()
+        step = rows_at_once(k)
+        for row in range(start, stop, step):
+            floats = weight.detach()[row : min(row + step, stop)].to(torch.float32).contiguous()
             places = [None if each is None else each[row - start :].data_ptr() for each in (codes, scales, offsets)]
             library.quire_int_round(floats.data_ptr(), len(floats), k, bits, group, *places)
         return QuantizedWeight(codes, scales, offsets, zero, bits, group)

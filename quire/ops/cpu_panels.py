@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import EngineError
+from quire.kernels.quantized import StoredWeight
 from quire.kernels.slices import Slices
 
 _MAX_STACK = 16  # MAX_STACK of linear.c
+_PANELS = 64
+"""Rows, a multiple of those of a panel in every variant."""
+_NUMBERS_AT_ONCE = 1 << 20
 _GIVE_BACK_BYTES = 32 << 20
 """Packed since memory was last given back: that takes some milliseconds."""
 
@@ -55,6 +60,39 @@ class PanelGroup:
     """[weights, 4]: panels, bias, format, and room for a step's number of rows."""
     out_features: int
     in_features: int
+
+
+def rows_at_once(width: int) -> int:
+    """Of a weight of so many columns that is packed from another type: whole panels of every variant."""
+    return max(1, _NUMBERS_AT_ONCE // max(1, width) // _PANELS) * _PANELS
+
+
+def _float_rows(parts: Sequence[StoredWeight], start: int, stop: int) -> Tensor:
+    """float32 rows [start, stop) of parts that lie one below the other."""
+    found, first = [], 0
+    for part in parts:
+        low, high = max(start - first, 0), min(stop - first, part.shape[0])
+        if low < high:
+            found.append((part.detach()[low:high] if isinstance(part, Tensor) else
+                          part.rows(slice(low, high)).dequantized()).to(torch.float32))
+        first += part.shape[0]
+    return (found[0] if len(found) == 1 else torch.cat(found)).contiguous()
+
+
+def packed_floats(
+    library: ctypes.CDLL, parts: Sequence[StoredWeight], shape: tuple[int, int], panels: Tensor, code: int
+) -> bool:
+    """Packs the weight that the parts make. Whether every number comes back bit for bit; if not, `panels` are garbage.
+    What is not float32 becomes so a few rows at a time."""
+    (n, k), one = shape, parts[0]
+    ready = len(parts) == 1 and isinstance(one, Tensor) and one.dtype is torch.float32 and one.is_contiguous()
+    step = n if ready else rows_at_once(k)
+    for start in range(0, n, max(1, step)):
+        rows = _float_rows(parts, start, start + step)
+        place = panels.data_ptr() + library.quire_packed_bytes(code, start, k)
+        if not library.quire_pack(rows.data_ptr(), place, rows.shape[0], k, code):
+            return False
+    return True
 
 
 class LoadMemory:

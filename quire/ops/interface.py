@@ -93,6 +93,9 @@ class Ops(AttentionBackend):
     grows_tables: bool = False
     """Whether tables of positions may be computed between steps, as far as these need them."""
 
+    packs_parts: bool = False
+    """Whether it has `pack_parts`."""
+
     @abstractmethod
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None = None, slices: Slices | None = None
@@ -102,6 +105,13 @@ class Ops(AttentionBackend):
         With `slices`, which cover K, the GEMM sums each slice from zero and adds the slices in their tree, then
         bias and residual. On a GPU this holds in deterministic mode.
         """
+
+    def pack_parts(
+        self, parts: Sequence[StoredWeight], bias: Tensor | None = None, slices: Slices | None = None
+    ) -> PackedLinear:
+        """As `pack_linear`, of parts one below the other, which need not be floats yet: nobody puts them together, and
+        codes become floats a few rows at a time."""
+        raise NotImplementedError
 
     def quantized(
         self, weight: StoredWeight, slices: Slices | None = None, use: WeightUse = WeightUse.LAYER

@@ -222,10 +222,8 @@ def _weights(source: ModelSource, load_format: str, config: EngineConfig,
     """All, or those that a rank wants."""
     if load_format == "dummy":
         return dummy_weights(source.config, config.model.seed, parts)
-    # fp8 and MXFP4, which no CPU multiplies, become floats where they are packed, expert by expert.
-    if config.model.rounding is not None or (source.stores_codes and not source.stores_integers):
-        return source.stored_weights(parts)
-    return source.weights(None, parts)  # packed from the type they are stored in: less memory at once
+    # As they are stored: less memory at once. Codes that are multiplied as floats become such where they are packed.
+    return source.stored_weights(parts)
 
 
 def check_device(config: EngineConfig) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from quire.errors import EngineError
 from quire.kernels.cpu.library import supported_variants
+from quire.kernels.quantized import Fp8Weight, QuantizedWeight
 from quire.kernels.slices import Slices, add_in_tree, finish_tree, rank_run
 from quire.ops.cpu import CpuOps
 
@@ -45,6 +46,24 @@ def test_bits_do_not_depend_on_the_number_of_threads(randn, n, k):
     for threads in (2, 3):
         ops.set_num_threads(threads)
         assert all(torch.equal(ops.linear(x, packed), one) for x, one in zip(inputs, alone, strict=True))
+
+
+@pytest.mark.parametrize("kinds", ["floats", "codes", "codes and floats"])
+def test_parts_are_packed_as_the_weight_that_they_make(variant_ops, randn, monkeypatch, kinds):
+    """Of any type, with borders inside panels, in more pieces than parts."""
+    monkeypatch.setattr("quire.ops.cpu_panels._NUMBERS_AT_ONCE", 64 * 96)
+    codes = torch.randint(0, 256, (77, 96)).to(torch.uint8)
+    order = torch.randperm(96)
+    coded = [QuantizedWeight(codes, randn(77, 3), randn(77, 3, seed=1), 0, 8, 32, order),
+             Fp8Weight(randn(130, 96).to(torch.float8_e4m3fn), randn(130, 2, seed=3), 64)]
+    floats = [randn(33, 96), randn(150, 96, seed=2).bfloat16()]
+    parts = {"floats": floats, "codes": coded, "codes and floats": [*coded, *floats]}[kinds]
+    whole = torch.cat([part if isinstance(part, torch.Tensor) else part.dequantized() for part in parts])
+    found, expected = variant_ops.pack_parts(parts), variant_ops.pack_linear(whole.float())
+    assert found.format == expected.format and found.out_features == len(whole)
+    assert torch.equal(found.panels, expected.panels)
+    with pytest.raises(EngineError, match="parts"):
+        variant_ops.pack_parts([*parts, randn(3, 95)])
 
 
 def test_the_chain_is_fused_and_runs_over_k_in_order(ops, randn):

@@ -11,7 +11,8 @@ A weight is code * scale. What has no scales beside it is stored as floats, what
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,8 +23,9 @@ from quire.errors import ModelLoadError
 from quire.kernels.quantized import Fp8Weight, StoredWeight
 from quire.models.loader import safetensors
 from quire.models.loader.fp8_config import Fp8Scheme
-from quire.models.loader.integer_weights import Members, read_members
-from quire.models.stored_parts import StoredParts
+from quire.models.loader.members import Axes, MemberCut, Members, read_members
+from quire.models.spec import Shape
+from quire.models.stored_parts import Ranges, StoredParts
 
 
 def read(folder: Path, scheme: Fp8Scheme, parts: StoredParts | None) -> Iterator[tuple[str, StoredWeight]]:
@@ -35,7 +37,20 @@ def read(folder: Path, scheme: Fp8Scheme, parts: StoredParts | None) -> Iterator
         if member in known:
             found.setdefault(module, set()).add(member)
     members = {module: frozenset(held) for module, held in found.items() if {"weight", scheme.scale} <= held}
-    return read_members(folder, members, lambda module, have: _Reader(module, have, scheme).weight(), parts, fp8=True)
+
+    def make(module: str, have: Members, cut: MemberCut | None) -> StoredWeight:
+        return _Reader(module, have, scheme).weight()
+
+    def cut_of(module: str, shapes: Mapping[str, Shape], shape: Shape, wanted: Ranges) -> MemberCut | None:
+        axes: dict[str, Axes] = {"weight": ((0, 1), (1, 1))}
+        block, scales = scheme.block or shape[1], shapes[scheme.scale]
+        if scheme.block is not None:
+            axes[scheme.scale] = ((0, block), (1, block))
+        elif math.prod(scales) != 1:
+            axes[scheme.scale] = ((0, 1), (1, block))[: len(scales)]
+        return MemberCut(shape, wanted, axes, block)
+
+    return read_members(folder, members, make, cut_of, parts, fp8=True)
 
 
 class _Reader:

@@ -11,6 +11,7 @@ w numbers of `bits` bits fill a word of 32, lowest bits first. A weight is scale
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -19,17 +20,12 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.kernels.quantized import UNIT, FloatWeight, Fp8Weight, QuantizedWeight, StoredWeight, joined_fp8
-from quire.kernels.quantized import joined as joined_weights
+from quire.kernels.quantized import UNIT, QuantizedWeight, StoredWeight
 from quire.models.loader import safetensors
+from quire.models.loader.members import Axes, MemberCut, Members, read_members
 from quire.models.loader.quantization_config import IntegerScheme
 from quire.models.spec import Shape
-from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
-
-Members = Mapping[str, Tensor]
-"""The tensors of one weight, by the last part of their names."""
-Make = Callable[[str, Members], StoredWeight]
-"""Makes the weight of a module of its members."""
+from quire.models.stored_parts import Ranges, StoredParts, take
 
 _SCALES = {"awq": "scales", "gptq": "scales", "compressed-tensors": "weight_scale"}
 """The member that every integer weight of a layout has, and no other weight."""
@@ -42,48 +38,61 @@ _MEMBERS = {
 }
 _AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word holds each of its eight columns."""
+_WORDS_AT_ONCE = 1 << 20
+_ORDERS = ("g_idx", "weight_g_idx")
+"""The members that say which group each column is in."""
 
 
 def read(folder: Path, scheme: IntegerScheme, parts: StoredParts | None) -> Iterator[tuple[str, StoredWeight]]:
     """(name, weight) of a checkpoint, floats in the type they are stored in; with `parts` those parts of them."""
     members = members_of(safetensors.tensor_names(folder), scheme)
-    return read_members(folder, members, lambda module, have: _Reader(module, have, scheme).weight(), parts)
+
+    def make(module: str, have: Members, cut: MemberCut | None) -> StoredWeight:
+        return _Reader(module, have, scheme, cut).weight()
+
+    def cut_of(module: str, shapes: Mapping[str, Shape], shape: Shape, wanted: Ranges) -> MemberCut | None:
+        cut = _cut_of(scheme, shapes, shape, wanted)
+        order = next((f"{module}.{member}" for member in _ORDERS if member in shapes), None)
+        if cut is None or order is None or wanted[0] == 0:
+            return cut
+        # Columns of act-order share their scales with columns from all over the weight.
+        places = safetensors.read_tensor(folder, order)
+        usual = torch.arange(shape[1]) // cut.group
+        return cut if places.shape == usual.shape and torch.equal(places.to(torch.int64), usual) else None
+
+    return read_members(folder, members, make, cut_of, parts)
 
 
-def read_members(
-    folder: Path, members: Mapping[str, frozenset[str]], make: Make, parts: StoredParts | None, fp8: bool = False
-) -> Iterator[tuple[str, StoredWeight]]:
-    """The tensors of a checkpoint, where `make` makes a weight of the members of each module named in `members`."""
-    if parts is None:
-        yield from joined(safetensors.iterate_weights(folder, None, fp8=fp8), members, make)
-        return
+def _cut_of(
+    scheme: IntegerScheme, shapes: Mapping[str, Shape], shape: Shape, wanted: Ranges
+) -> MemberCut | None:
+    """Codes and scales are cut. Zero points are read whole, one for a group: whether all of them are the same number
+    says how the weight is held, on every rank alike."""
+    rows, columns = shape
+    scales = shapes[_SCALES[scheme.layout]]
+    if columns % UNIT:
+        return None
+    if scheme.layout == "compressed-tensors":
+        group = _group_of(scheme, columns, scales[1] if len(scales) == 2 else 1)
+        packed = shapes.get("weight_packed", (0, 0))
+        word = next((32 // bits for bits in scheme.bits if packed == (rows, -(-columns * bits // 32))), None)
+        if group is None or ("weight" not in shapes and word is None):
+            return None
+        axes: dict[str, Axes] = {"weight": ((0, 1), (1, 1))} if word is None else {"weight_packed": ((0, 1), (1, word))}
+        if math.prod(scales) != 1:
+            axes["weight_scale"] = ((0, 1), (1, group))[: len(scales)]
+        return MemberCut(shape, wanted, axes, group, UNIT)
+    group, word = _group_of(scheme, columns, scales[0]), 32 // scheme.bits[0]
+    if group is None or rows % word:
+        return None
+    codes: Axes = ((1, 1), (0, word)) if scheme.layout == "awq" else ((1, word), (0, 1))
+    return MemberCut(shape, wanted, {"qweight": codes, "scales": ((1, group), (0, 1))}, group, UNIT)
 
-    def ranges_of(name: str, shape: Shape) -> Ranges | None:
-        """A weight of several members is cut once it is put together: they are packed each in another way."""
-        module, _, member = name.rpartition(".")
-        if member not in members.get(module, ()):
-            return parts.ranges(name, shape)
-        return None if parts.wants(f"{module}.weight") else NOTHING
 
-    for name, weight in joined(safetensors.iterate_weights(folder, None, ranges_of, fp8), members, make):
-        if name.removesuffix(".weight") not in members:
-            yield name, weight
-        elif (ranges := parts.ranges(name, tuple(weight.shape))) != NOTHING:
-            yield name, weight if ranges is None else _taken(weight, ranges)
-
-
-def _taken(weight: StoredWeight, ranges: Ranges) -> StoredWeight:
-    dim, runs = ranges
-    if isinstance(weight, Fp8Weight):
-        weight = weight if dim == 0 else weight.finer(runs)
-        return joined_fp8([weight.rows(slice(*run)) if dim == 0 else weight.columns(*run) for run in runs], dim)
-    if not isinstance(weight, QuantizedWeight):
-        return take(weight if isinstance(weight, Tensor) else weight.dequantized(), ranges)
-    cut = any(edge % min(UNIT, weight.group) for run in runs for edge in run)
-    if dim == 1 and (cut or weight.order is not None):
-        return FloatWeight(take(weight.dequantized(), ranges), kept=False)
-    pieces = [weight.rows(slice(*run)) if dim == 0 else weight.columns(*run) for run in runs]
-    return joined_weights(pieces, dim)
+def _group_of(scheme: IntegerScheme, width: int, count: int) -> int | None:
+    """Columns that share a scale, in a weight of so many columns and groups."""
+    allowed = [width if group is None else group for group in scheme.groups]
+    return next((each for each in allowed if -(-width // each) == count), None)
 
 
 def members_of(names: Iterable[str], scheme: IntegerScheme) -> dict[str, frozenset[str]]:
@@ -97,29 +106,15 @@ def members_of(names: Iterable[str], scheme: IntegerScheme) -> dict[str, frozens
     return {module: frozenset(members) for module, members in found.items() if marks in members}
 
 
-def joined(
-    stored: Iterable[tuple[str, Tensor]], members: Mapping[str, frozenset[str]], make: Make
-) -> Iterator[tuple[str, StoredWeight]]:
-    """The same tensors; those of a weight of several members as the one `NAME.weight` that they make."""
-    waiting: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in stored:
-        module, _, member = name.rpartition(".")
-        if member not in members.get(module, ()):
-            yield name, tensor
-            continue
-        have = waiting.setdefault(module, {})
-        have[member] = tensor
-        if len(have) == len(members[module]):
-            yield f"{module}.weight", make(module, waiting.pop(module))
-
-
 class _Reader:
-    """Makes one weight of its members; a shape that cannot be is refused with the tensor's name."""
+    """Makes one weight of its members, or of what was read of them; a shape that cannot be is refused with the tensor's
+    name. Codes and scales are those that were read, zero points and orders those of the whole weight."""
 
-    def __init__(self, module: str, members: Members, scheme: IntegerScheme) -> None:
+    def __init__(self, module: str, members: Members, scheme: IntegerScheme, cut: MemberCut | None) -> None:
         self._module = module
         self._members = members
         self._scheme = scheme
+        self._cut = cut
 
     def weight(self) -> StoredWeight:
         if self._scheme.layout == "compressed-tensors":
@@ -127,19 +122,19 @@ class _Reader:
         bits = self._scheme.bits[0]
         packed, scales = self._words("qweight"), self._floats("scales")
         columns = scales.shape[1]
+        in_word = 32 // bits if self._scheme.layout == "awq" else 1
+        if packed.shape[1] * in_word != columns:
+            self._refuse("qweight", f"{columns} columns of scales")
+        zeros = _unpacked(self._words("qzeros"), bits)
         if self._scheme.layout == "awq":
-            codes = _unpacked(packed, bits)
-            if codes.shape[1] != columns:
-                self._refuse("qweight", f"{columns} columns of scales")
-            codes, zeros = _awq_order(codes), _awq_order(_unpacked(self._words("qzeros"), bits))
-            codes = codes.t().contiguous()
+            zeros = _awq_order(zeros)
+            shape = (columns, len(packed))
+            codes = _in_pieces(packed, 0, lambda words: _awq_order(_unpacked(words, bits)).t(), shape, 1)
         else:
-            if packed.shape[1] != columns:
-                self._refuse("qweight", f"{columns} columns of scales")
-            codes = _unpacked(packed.t().contiguous(), bits)
-            zeros = _unpacked(self._words("qzeros"), bits)
-        if zeros.shape != scales.shape:
-            self._refuse("qzeros", f"scales of shape {tuple(scales.shape)}")
+            shape = (columns, len(packed) * 32 // bits)
+            codes = _in_pieces(packed, 1, lambda words: _unpacked(words.t(), bits), shape)
+        if tuple(zeros.t().shape) != self._whole(scales.t()):
+            self._refuse("qzeros", f"scales of shape {self._whole(scales.t())[::-1]}")
         # A zero point of 0, less one, is stored as the largest number: it wraps.
         zeros = (zeros.to(torch.int16).t() + self._scheme.zero_shift) & ((1 << bits) - 1)
         return self._grouped(codes, scales.t().contiguous(), zeros.contiguous(), bits, "scales", "g_idx")
@@ -153,7 +148,7 @@ class _Reader:
             scales = scales.expand(rows, -1)
         if scales.shape[0] != rows:
             self._refuse("weight_scale", f"a weight of {rows} rows")
-        zeros = self._compressed_zeros(tuple(scales.shape), bits)
+        zeros = self._compressed_zeros(self._whole(scales), bits)
         return self._grouped(codes, scales.contiguous(), zeros, bits, "weight_scale", "weight_g_idx")
 
     def _compressed_codes(self) -> tuple[Tensor, int]:
@@ -166,11 +161,14 @@ class _Reader:
         if "weight_packed" not in self._members or "weight_shape" not in self._members:
             self._refuse("weight_scale", "weight_packed and weight_shape, or weight, beside it")
         packed, shape = self._words("weight_packed"), self._members["weight_shape"].flatten().tolist()
+        if self._cut is not None and shape == list(self._cut.shape):
+            shape = list(self._cut.read_shape)
         fits = [bits for bits in self._scheme.bits
                 if len(shape) == 2 and packed.shape == (shape[0], -(-shape[1] * bits // 32))]
         if not fits:
             self._refuse("weight_packed", f"a weight_shape of {shape} and {self._scheme.bits} bits")
-        return _unpacked(packed, fits[0])[:, : shape[1]], fits[0]
+        size = (shape[0], shape[1])
+        return _in_pieces(packed, 0, lambda words: _unpacked(words, fits[0])[:, : size[1]], size), fits[0]
 
     def _compressed_zeros(self, shape: tuple[int, ...], bits: int) -> Tensor:
         stored = self._members.get("weight_zero_point")
@@ -190,29 +188,46 @@ class _Reader:
         self, codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, scales_name: str, order_name: str
     ) -> StoredWeight:
         """Of codes uint8 [N, K], scales float32 [N, groups] and zero points int16 [N, groups]."""
-        width, count = codes.shape[1], scales.shape[1]
-        allowed = [width if group is None else group for group in self._scheme.groups]
-        group = next((each for each in allowed if -(-width // each) == count), None)
+        width, count = codes.shape[1] if self._cut is None else self._cut.shape[1], zeros.shape[1]
+        group = _group_of(self._scheme, width, count)
         if group is None:
+            allowed = [width if group is None else group for group in self._scheme.groups]
             self._refuse(scales_name, f"{width} input columns in groups of {' or '.join(map(str, allowed))}")
-        order = self._members.get(order_name)
-        usual = torch.arange(width) // group
-        if order is None or (order.shape == usual.shape and torch.equal(order.to(torch.int64), usual)):
-            order = None
-        elif order.shape != usual.shape or not 0 <= int(order.min()) <= int(order.max()) < count:
-            self._refuse(order_name, f"{width} input columns in {count} groups")
-        places = None if order is None else order.to(torch.int64)
+        places = self._order(order_name, width, count, group)
         whole = places is None or bool((torch.bincount(places, minlength=count) == group).all())
+        first = int(zeros[0, 0]) if zeros.numel() else 0
+        one_zero = first < 1 << bits and bool((zeros == first).all())
+        zeros = self._part(zeros, group)
         if not whole or width % group or (group % UNIT and group != UNIT // 2):
-            return _in_floats(codes, scales, zeros, usual if places is None else places)
+            return _in_floats(codes, scales, zeros, torch.arange(codes.shape[1]) // group if places is None else places)
         if places is not None:  # columns of a group side by side
             places = places.argsort(stable=True)
             codes = codes[:, places]
         rows = self._scheme.int8_rows and bits == 8 and group == width
-        first = int(zeros[0, 0]) if zeros.numel() else 0
-        if first < 1 << bits and bool((zeros == first).all()):
+        group = min(group, codes.shape[1])  # some columns of one scale
+        if one_zero:
             return QuantizedWeight(codes.contiguous(), scales, None, first, bits, group, places, rows)
         return QuantizedWeight(codes.contiguous(), scales, -scales * zeros, 0, bits, group, places)
+
+    def _order(self, member: str, width: int, count: int, group: int) -> Tensor | None:
+        """int64 [K], the group of each column; None: those of neighbours."""
+        order = self._members.get(member)
+        usual = torch.arange(width) // group
+        if order is None or (order.shape == usual.shape and torch.equal(order.to(torch.int64), usual)):
+            return None
+        if order.shape != usual.shape or not 0 <= int(order.min()) <= int(order.max()) < count:
+            self._refuse(member, f"{width} input columns in {count} groups")
+        return order.to(torch.int64)
+
+    def _whole(self, scales: Tensor) -> tuple[int, int]:
+        """The shape [N, groups] that scales of the whole weight have."""
+        cut = self._cut
+        return (scales.shape[0], scales.shape[1]) if cut is None else (cut.shape[0], -(-cut.shape[1] // cut.group))
+
+    def _part(self, zeros: Tensor, group: int) -> Tensor:
+        """Of the zero points of the whole weight those of what was read."""
+        ranges = None if self._cut is None else self._cut.of(((0, 1), (1, group)))
+        return zeros if ranges is None else take(zeros, ranges)
 
     def _words(self, member: str) -> Tensor:
         tensor = self._members.get(member)
@@ -242,6 +257,19 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return numbers
     return torch.stack([numbers & 15, numbers >> 4], -1).flatten(1)
+
+
+def _in_pieces(
+    words: Tensor, dim: int, codes_of: Callable[[Tensor], Tensor], shape: tuple[int, int], place: int = 0
+) -> Tensor:
+    """uint8 [N, K], made of some rows or columns (`dim`) of words at a time, which are rows or columns (`place`) of the
+    codes: what unpacks them makes several copies."""
+    found, done = torch.empty(shape, dtype=torch.uint8), 0
+    for some in words.split(max(1, _WORDS_AT_ONCE * words.shape[dim] // max(1, words.numel())), dim):
+        codes = codes_of(some)
+        found.narrow(place, done, codes.shape[place]).copy_(codes)
+        done += codes.shape[place]
+    return found
 
 
 def _awq_order(numbers: Tensor) -> Tensor:

@@ -106,6 +106,16 @@ def tensor_shapes(folder: Path) -> Iterator[tuple[str, Shape]]:
             yield from [(name, tuple(shard.get_slice(name).get_shape())) for name in list(shard.keys())]
 
 
+def read_tensor(folder: Path, name: str) -> torch.Tensor:
+    """One of them, by itself."""
+    from safetensors import safe_open
+
+    path = folder / _weight_map(folder)[name] if (folder / INDEX).is_file() else weight_files(folder)[0]
+    with _explained(path), safe_open(path, framework="pt") as shard:
+        tensor: torch.Tensor = shard.get_tensor(name).clone()  # which does not hold the mapping
+    return tensor
+
+
 def iterate_weights(
     folder: Path, dtype: torch.dtype | None, ranges_of: RangesOf | None = None, fp8: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
