@@ -314,8 +314,8 @@ class TritonAttention:
         if tile is _FIXED_HOPPER and options.get("detours") is None:
             sizes = hopper_prefill.DECODE
             if hopper_prefill.fits(self.device, self._dtype, shape, cache.block_size, sizes):
-                pdl = self._fixed_early and not late
-                hopper_prefill.hopper_prefill(*batch, out=options["out"], sizes=sizes, pdl=pdl)
+                hopper_prefill.hopper_prefill(
+                    *batch, out=options["out"], sizes=sizes, pdl=self._fixed_early, late=late)
                 return
         mixed_attention(
             *batch, sizes=tile, exact=self.deterministic, once=self.deterministic and self._same_type and not late,

@@ -102,7 +102,7 @@ class TritonOps(Ops):
             named_algorithms and not deterministic) else None
         self._parts = linear_prefetch.PrefetchScratch.allocate(self.device) if prefetch else None
         self._few_rows = few_rows and not deterministic and few_gemm.available(self.device, dtype)
-        self._only_floats = True
+        self._only_floats, self._few_width = True, 0
         timed = self._fixed_prefetch and fixed_table.table()
         deep = 256 if fixed_table.names_wide() else 128
         self._deep = fixed_tiles.TileScratch.for_device(self.device, deep) if timed else None
@@ -130,6 +130,8 @@ class TritonOps(Ops):
     ) -> DeviceLinear:
         if slices is not None:
             slices.check_width(weight.shape[1])
+        if gemm_table.few_knows_gate(*weight.shape):
+            self._few_width = weight.shape[1]
         return DeviceLinear(
             weight.to(self.device, self.dtype).contiguous(),
             None if bias is None else bias.to(self.device, self.dtype).contiguous(),
@@ -274,7 +276,7 @@ class TritonOps(Ops):
         if not self._few_rows or x.shape[0] > few_gemm.MOST_ROWS or w.bias is not None:
             return None
         choice = gemm_table.lookup_few(x.shape[0], w.out_features, w.in_features, form)
-        if choice is None or (out is not None and not out.is_contiguous()):
+        if choice is None or (out is not None and (out.dtype != x.dtype or not out.is_contiguous())):
             return None
         shape, gated = few_gemm.FewShape.of(choice.sizes), form == gemm_table.GATED
         if not few_gemm.fits(x, w.weight, shape, gain):
@@ -513,7 +515,7 @@ class TritonOps(Ops):
         return rows if rows is not None else norm.add_rms_norm(x, residual, weight, eps, pdl=self._early(x.shape[0]))
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        whole = x.dtype == y.dtype and x.is_contiguous() and y.is_contiguous()
+        whole = (x.dtype, x.shape) == (y.dtype, y.shape) and x.is_contiguous() and y.is_contiguous()
         return features.add_rows(x, y, pdl=True) if whole and self.pdl and x.shape[0] <= _EARLY_ROWS else x + y
 
     def fusion(self, rows: int, width: int) -> Fusion:
@@ -521,7 +523,7 @@ class TritonOps(Ops):
             few = self._fuses_few and self._only_floats and rows <= fixed_few.MOST_ROWS and width <= _MOST_FUSED_WIDTH
             return Fusion.NORM_WITH_ROUNDED_GEMM if few else Fusion.SUM_WITH_NORM
         fused = linear_few.fusion_wins(rows, width) or (
-            self._few_rows and self._only_floats and gemm_table.few_take_norms(rows, width))
+            self._few_rows and self._only_floats and width == self._few_width and rows <= few_gemm.MOST_ROWS)
         return Fusion.NORM_WITH_GEMM if fused else Fusion.SUM_WITH_NORM
 
     def norm_gain(self, weight: Tensor) -> Tensor:

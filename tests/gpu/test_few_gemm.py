@@ -16,7 +16,7 @@ if torch.cuda.is_available():
     from quire.ops.triton import TritonOps
 
 HIDDEN, INNER = 2048, 6144
-SHAPES = ((4, 4, 2, 5), (2, 4, 4, 5), (8, 8, 1, 2))
+SHAPES = ((4, 8, 1, 3), (4, 4, 2, 5), (2, 4, 4, 5), (8, 8, 1, 2))
 
 
 @pytest.fixture(autouse=True)
@@ -102,11 +102,13 @@ def test_rows_in_memory_that_an_earlier_kernel_has_read_are_the_new_ones(sizes: 
 def test_operations_run_it_where_the_table_names_it_and_can_be_told_not_to() -> None:
     torch.manual_seed(4)
     on, off = (TritonOps("cuda", torch.bfloat16, pdl=True, few_rows=few) for few in (True, False))
-    assert on.fusion(5, 4096) is Fusion.NORM_WITH_GEMM and off.fusion(5, 4096) is Fusion.SUM_WITH_NORM
-    assert on.fusion(9, 4096) is Fusion.SUM_WITH_NORM and on.fusion(5, 1280) is Fusion.SUM_WITH_NORM
     assert gemm_table.lookup_few(5, 4096, 12_288, gemm_table.PLAIN) is not None
     x, residual, gain = numbers(5, 12_288).bfloat16(), numbers(5, 4096).bfloat16(), torch.ones(4096, device="cuda")
-    down, up = on.pack_linear(weight_of(4096, 12_288)), on.pack_linear(weight_of(24_576, 4096))
+    down, up = on.pack_linear(weight_of(4096, 12_288)), weight_of(24_576, 4096)
+    assert on.fusion(5, 4096) is Fusion.SUM_WITH_NORM  # a model of another gate and up
+    up = on.pack_linear(up)
+    assert on.fusion(5, 4096) is Fusion.NORM_WITH_GEMM and off.fusion(5, 4096) is Fusion.SUM_WITH_NORM
+    assert on.fusion(9, 4096) is Fusion.SUM_WITH_NORM and on.fusion(5, 1280) is Fusion.SUM_WITH_NORM
     close(on.linear(x, down, residual), linear_reference(x, down.weight, None, residual))
     close(on.norm_linear(residual, on.norm_gain(gain), 1e-6, up, "silu"),
           linear_reference(residual, up.weight, norm=gain, eps=1e-6, gated="silu"))  # fmt: skip

@@ -113,8 +113,8 @@ def _codes_few_kernel(
     """16 outputs of one row, of `num_features`; with a gate the weight has twice as many features, and a program takes
     a strip of each half."""
     STRIPS: tl.constexpr = 2 if GATED else 1
-    row = tl.program_id(1).to(tl.int64)
-    strip = tl.program_id(0) + tl.arange(0, 4 * STRIPS)[:, None] // 4 * (num_features // 16)
+    row = tl.program_id(0).to(tl.int64)
+    strip = tl.program_id(1) + tl.arange(0, 4 * STRIPS)[:, None] // 4 * (num_features // 16)
     stored = STRIPS * num_features
     word = _words(words, strip, 0, SLABS, DEPTH, AT_ONCE)
     if PDL:
@@ -139,7 +139,7 @@ def _codes_few_kernel(
         column = tl.arange(0, PADDED)
         values = tl.load(x + row * (SLABS * 64) + column, mask=column < SLABS * 64, other=0.0).to(tl.float32)
         found *= tl.rsqrt(tl.sum(values * values, axis=0) / (SLABS * 64) + eps)
-    feature = tl.program_id(0) * 16 + tl.arange(0, 8)[:, None] + 8 * tl.arange(0, 2)[None, :]
+    feature = tl.program_id(1) * 16 + tl.arange(0, 8)[:, None] + 8 * tl.arange(0, 2)[None, :]
     real = feature < num_features
     if BIAS:
         half = num_features * tl.arange(0, STRIPS)[:, None, None]
@@ -179,7 +179,7 @@ def linear_codes_few(
     at_once = min(_AT_ONCE, triton.next_power_of_2(slabs))
     if out is None:
         out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
-    _codes_few_kernel[(triton.cdiv(features, STRIP), rows)](
+    _codes_few_kernel[(rows, triton.cdiv(features, STRIP))](  # rows that share a strip, beside one another
         x,
         x.view(torch.int32),
         weight.words,

@@ -102,17 +102,17 @@ def lookup(rows: int, features: int, width: int, dtype: torch.dtype, form: str =
 
 @lru_cache(maxsize=4096)
 def lookup_few(rows: int, features: int, width: int, form: str) -> GemmChoice | None:
-    """The kernel of 2 to 8 rows for just this weight, None if none was timed."""
+    """The kernel of 2 to 8 rows for just this weight; None if the table has none. Sizes are those of the fastest layer
+    (`bench.gpu.tune_few`), also of weights that are no part of it."""
     wanted = features, width, FEW + form
     enough = [entry for entry in table() if (entry.features, entry.width, entry.form) == wanted and entry.rows >= rows]
     return min(enough, key=lambda entry: entry.rows).choice if enough and rows > 1 else None
 
 
-@lru_cache(maxsize=256)
-def few_take_norms(rows: int, width: int) -> bool:
-    """Whether GEMMs of so many rows of such a width take their norm along."""
-    return rows > 1 and any(
-        entry.form == FEW + NORM and entry.width == width and entry.rows >= rows for entry in table())
+@lru_cache(maxsize=4096)
+def few_knows_gate(features: int, width: int) -> bool:
+    """Whether this weight of gate and up is one whose layers' GEMMs of few rows take their norms along."""
+    return lookup_few(2, features, width, GATED) is not None
 
 
 @lru_cache(maxsize=1)

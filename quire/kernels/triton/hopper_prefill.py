@@ -86,7 +86,7 @@ def split_tiles(
 def hopper_prefill(
     qkv: Tensor, cache: LayerCache, tables: Tensor, rows: Tensor | None, query_start: Tensor, context_len: Tensor,
     tile_seq: Tensor, tile_first: Tensor, shape: HeadShape, scale: float, *, out: Tensor,
-    sizes: PrefillShape = PREFILL, pdl: bool = False,
+    sizes: PrefillShape = PREFILL, pdl: bool = False, late: bool = False,
 ) -> None:
     """Causal attention of the queries in the tiles, into `out` [T, Hq*hd].
 
@@ -128,7 +128,7 @@ def hopper_prefill(
         num_warps=4,
         maxnreg=168 if sizes.groups == 2 else 128,
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
+        **({"launch_pdl": True} if pdl and not late else {}),
     )
 
 

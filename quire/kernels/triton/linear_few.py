@@ -102,7 +102,8 @@ def vector_shape(width: int) -> VectorShape:
 def fusion_wins(rows: int, width: int) -> bool:
     """Whether a layer is fastest as four GEMMs with norm, gate and residual fused into them.
 
-    Two rows of Qwen3-0.6B: 24 us of GEMMs a layer, unfused 30. For Qwen3-8B unfused GEMMs win.
+    Two rows of Qwen3-0.6B: 24 us of GEMMs a layer, unfused 30. For Qwen3-8B unfused GEMMs win
+    over these (not over `kernels.cuda.few_gemm`).
     """
     return rows == 1 or (rows == 2 and width <= 2048)
 

@@ -60,8 +60,8 @@ def test_gemms_of_few_rows_are_for_one_weight_each_and_for_no_other_number_of_ro
         assert gemm_table.lookup_few(2, *size, form) == gemm_table.lookup_few(8, *size, form) == entry.choice
         assert gemm_table.lookup_few(1, *size, form) is None and gemm_table.lookup_few(9, *size, form) is None
         assert gemm_table.lookup_few(5, entry.features + 16, entry.width, form) is None
-    assert all(gemm_table.few_take_norms(rows, 4096) == (1 < rows <= MOST_ROWS and bool(few)) for rows in (1, 2, 8, 9))
-    assert not gemm_table.few_take_norms(5, 1024)
+        assert gemm_table.few_knows_gate(*size) == (form == gemm_table.GATED)
+    assert few and not gemm_table.few_knows_gate(28_672, 4096)
 
 
 UNTUNED = {"30b-a3b"}
