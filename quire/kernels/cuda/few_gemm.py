@@ -11,25 +11,21 @@ is `linear_few.linear_reference`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda import nvrtc
-from quire.kernels.cuda.driver import DriverError, Kernel, Launch
+from quire.kernels.cuda import loading, nvrtc
+from quire.kernels.cuda.driver import Kernel, Launch
 
-_log = logging.getLogger("quire.kernels")
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 MOST_ROWS = 8
 _QUAD, _LINE = 4, 64
 """Features of an instruction, columns of a warp's line: as in the source."""
-_HOPPER = 9
 _FILES = ("rounding.cu", "common.cu", "few_instructions.cu", "few_gemm.cu")
 
 
@@ -77,35 +73,20 @@ class Variant:
 
 @lru_cache(maxsize=1)
 def text() -> str:
-    folder = resources.files("quire.kernels.cuda")
-    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _FILES)
+    return loading.text_of(_FILES)
 
 
 @lru_cache(maxsize=256)
 def _loaded(variant: Variant, device: int) -> Kernel | None:
     """None where it cannot be compiled or loaded."""
-    with torch.cuda.device(device):
-        torch.empty(1, device="cuda")  # the driver needs torch's context, which is made with the first tensor
-        try:
-            return Kernel(nvrtc.compiled(variant.source(), OPTIONS), "few_gemm", 0)
-        except nvrtc.Missing:
-            return None
-        except (nvrtc.CompileError, DriverError, OSError) as error:
-            _log.warning("a GEMM in CUDA C could not be made, another kernel takes its place: %s", error)
-            return None
+    return loading.made(
+        "few_gemm", device, lambda: Kernel(nvrtc.compiled(variant.source(), OPTIONS), "few_gemm", 0))
 
 
 @lru_cache(maxsize=8)
 def available(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether chip, compiler and driver are there; the smallest kernel is tried."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.cuda is None:
-        return False
-    hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
-    return hopper and _loaded(Variant(FewShape(), 4), _index(device)) is not None
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+    return loading.is_for(device, dtype) and _loaded(Variant(FewShape(), 4), loading.index_of(device)) is not None
 
 
 def can_compute(rows: int, features: int, width: int, shape: FewShape) -> bool:
@@ -138,7 +119,7 @@ def linear_few_rows(
     rows, width = x.shape
     features = weight.shape[0] // (2 if gated else 1)
     variant = Variant(shape, shape.lines(width), norm is not None, gated, residual is not None, pdl)
-    kernel = _loaded(variant, _index(x.device))
+    kernel = _loaded(variant, loading.index_of(x.device))
     if kernel is None:
         return None
     if out is None:

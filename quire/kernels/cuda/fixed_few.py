@@ -11,21 +11,18 @@ memory of a chip holds (`plan` declines others).
 
 from __future__ import annotations
 
-import logging
 from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib import resources
 
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda import nvrtc
-from quire.kernels.cuda.driver import DriverError, Kernel, Launch
+from quire.kernels.cuda import loading, nvrtc
+from quire.kernels.cuda.driver import Kernel, Launch
 from quire.kernels.slices import Slices
 from quire.kernels.triton.linear_prefetch import multiprocessors
 
-_log = logging.getLogger("quire.kernels")
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 MOST_ROWS = 8
 TILE, _SEGMENT, _STEP = 8, 256, 32
@@ -35,7 +32,6 @@ _MOST_SHARED = 120 << 10
 _MOST_BLOCKS = 2
 """Of a multiprocessor: where there are more, kernels with a ring of shared memory are better."""
 _MOST_SLICES, _NORM_WARPS = 16, 8
-_HOPPER = 9
 _FILES = ("rounding.cu", "fixed_few_parts.cu", "fixed_few.cu")
 
 
@@ -87,8 +83,7 @@ class Variant:
 
 @lru_cache(maxsize=1)
 def _text() -> str:
-    folder = resources.files("quire.kernels.cuda")
-    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _FILES)
+    return loading.text_of(_FILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,28 +118,14 @@ def plan(
 @lru_cache(maxsize=256)
 def _loaded(variant: Variant, device: int) -> Kernel | None:
     """None where it cannot be compiled or loaded."""
-    with torch.cuda.device(device):
-        torch.empty(1, device="cuda")  # the driver needs torch's context, which is made with the first tensor
-        try:
-            return Kernel(nvrtc.compiled(variant.source(), OPTIONS), "fixed_few", variant.shared)
-        except nvrtc.Missing:
-            return None
-        except (nvrtc.CompileError, DriverError, OSError) as error:
-            _log.warning("a GEMM of few rows in CUDA C could not be made, other kernels take its place: %s", error)
-            return None
+    return loading.made(
+        "fixed_few", device, lambda: Kernel(nvrtc.compiled(variant.source(), OPTIONS), "fixed_few", variant.shared))
 
 
 @lru_cache(maxsize=8)
 def available(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether chip, compiler and driver are there; the smallest kernel is tried."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.cuda is None:
-        return False
-    hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
-    return hopper and _loaded(Variant(1, _STEP, gain=4), _index(device)) is not None
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+    return loading.is_for(device, dtype) and _loaded(Variant(1, _STEP, gain=4), loading.index_of(device)) is not None
 
 
 def linear_few_rows(
@@ -166,7 +147,7 @@ def linear_few_rows(
     if found is None or (residual is not None and found.slices == 1):
         return None
     variant = replace(found, bias=bias is not None, residual=residual is not None, early=pdl, watched=watched)
-    kernel = _loaded(variant, _index(x.device))
+    kernel = _loaded(variant, loading.index_of(x.device))
     if kernel is None:
         return None
     out = torch.empty(x.shape[0], features, dtype=x.dtype, device=x.device)

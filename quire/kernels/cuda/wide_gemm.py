@@ -12,23 +12,20 @@ For deterministic mode it also sums in slices (`wide_slices.cu`), and its gate m
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from ctypes import c_int, c_void_p
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from importlib import resources
 
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda import nvrtc
-from quire.kernels.cuda.driver import DriverError, Kernel, Launch, TensorMap
+from quire.kernels.cuda import loading, nvrtc
+from quire.kernels.cuda.driver import Kernel, Launch, TensorMap
 from quire.kernels.slices import Slices
 from quire.kernels.triton.linear_prefetch import multiprocessors
 
-_log = logging.getLogger("quire.kernels")
 OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 COLUMNS, BLOCK_ROWS = 64, 128
 _SHARED = (227 << 10) - 512
@@ -42,7 +39,6 @@ _SHORT = 4
 """Turns of a slice that warp groups take one after the other (`SHORT`); in a longer one the second group is a few turns
 behind."""
 _MOST_NODES = 16
-_HOPPER = 9
 _MOST_MAPS = 4096
 _FILES = ("rounding.cu", "common.cu", "wide_ring.cu", "wide_slices.cu", "wide_multiply.cu", "wide_gemm.cu")
 
@@ -170,8 +166,7 @@ __device__ __forceinline__ void {"multiply_first" if first else "multiply"}(floa
 
 @lru_cache(maxsize=1)
 def _text() -> str:
-    folder = resources.files("quire.kernels.cuda")
-    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _FILES)
+    return loading.text_of(_FILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,30 +178,18 @@ class _Loaded:
 @lru_cache(maxsize=256)
 def _loaded(variant: Variant, device: int) -> _Loaded | None:
     """None where it cannot be compiled or loaded."""
-    shape = variant.shape
-    with torch.cuda.device(device):
-        torch.empty(1, device="cuda")  # the driver needs torch's context, which is made with the first tensor
-        try:
-            kernel = Kernel(nvrtc.compiled(variant.source(), OPTIONS), "wide_gemm", variant.shared)
-            return _Loaded(kernel, kernel.most_clusters(shape.cluster, variant.threads))
-        except nvrtc.Missing:
-            return None
-        except (nvrtc.CompileError, DriverError, OSError) as error:
-            _log.warning("a GEMM in CUDA C could not be made, another kernel takes its place: %s", error)
-            return None
+
+    def make() -> _Loaded:
+        kernel = Kernel(nvrtc.compiled(variant.source(), OPTIONS), "wide_gemm", variant.shared)
+        return _Loaded(kernel, kernel.most_clusters(variant.shape.cluster, variant.threads))
+
+    return loading.made("wide_gemm", device, make)
 
 
 @lru_cache(maxsize=8)
 def available(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether chip, compiler and driver are there; the smallest kernel is tried."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or torch.version.cuda is None:
-        return False
-    hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
-    return hopper and _loaded(Variant(WideShape()), _index(device)) is not None
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+    return loading.is_for(device, dtype) and _loaded(Variant(WideShape()), loading.index_of(device)) is not None
 
 
 def variant_of(
@@ -271,7 +254,8 @@ def linear_wide(
     rows, features = x.shape[0], weight.shape[0] // (2 if gated else 1)
     tiles_m = -(-rows // (shape.rows * shape.cluster_rows))
     tiles_n = -(-features // (shape.features // (2 if gated else 1) * shape.cluster_features))
-    loaded = _loaded(replace(variant, residual=residual is not None, early=pdl, watched=watched), _index(x.device))
+    variant = replace(variant, residual=residual is not None, early=pdl, watched=watched)
+    loaded = _loaded(variant, loading.index_of(x.device))
     if loaded is None or loaded.most_clusters == 0:
         return None
     tiles = tiles_m * tiles_n
