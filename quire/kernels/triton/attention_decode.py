@@ -18,6 +18,11 @@ from quire.kernels.triton.attention_split import PIECE_STEP, DecodeSplit
 from quire.kernels.types import HeadShape, LayerCache
 
 LOG2_E = 1.4426950408889634
+TWO_NUMBERS = tl.constexpr(
+    "{ .reg .b16 a, b; .reg .b32 x; prmt.b32 x, $2, 0, 0x3120; mov.b32 {a, b}, x; cvt.rn.f16x2.e4m3x2 $0, a; "
+    "cvt.rn.f16x2.e4m3x2 $1, b; }"
+)
+"""Of two words of two numbers in fp8 each: the first numbers of both in fp16, and the second ones."""
 
 
 @dataclass(slots=True)
@@ -153,6 +158,20 @@ def score_scale(q, scale, k_cache):
 
 
 @triton.jit
+def load_pairs(v_cache, base, seen, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """The even and the odd features of values in fp8, each [keys, BLOCK_DIM / 2] in fp16.
+
+    They are read as words of two bytes: shared memory turns those by an instruction as tensor cores want values, while
+    single bytes are gathered one by one (128 loads a thread for 128 keys, which took longer than the memory).
+    """
+    pair = tl.arange(0, BLOCK_DIM // 2)
+    words = v_cache.to(tl.pointer_type(tl.uint16), bitcast=True) + (base // 2)[:, None] + pair[None, :]
+    word = tl.load(words, mask=seen[:, None] & (pair < DIM // 2)[None, :], other=0)
+    return tl.inline_asm_elementwise(
+        TWO_NUMBERS, "=r,=r,r", [word], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+
+
+@triton.jit
 def load_task(task_seq, task_piece, piece_count, piece_length, context_len, rows, HAS_ROWS: tl.constexpr):
     """What this program does: (sequence or -1, (task, piece, pieces of the sequence), row of its block table, length of
     its context, keys of a piece). A program without a sequence gets the numbers of the first one."""
@@ -192,7 +211,8 @@ def attend_piece(
     (partial, summary, arrived, size of partial). `scores_of`: (scale, soft cap, scales of keys and values, sinks).
 
     With HALVES, q and q_high are the two halves of the features, as a rotation leaves them, and keys, values and
-    sums come in halves too; every sum has the order it has without. With SINKS the first piece's softmax begins with
+    sums come in halves too; values in fp8 come as even and odd features (`load_pairs`); every sum has the order it has
+    without. With SINKS the first piece's softmax begins with
     the head's sink, as if it were a key without a value.
     """
     number, piece, pieces = task
@@ -209,7 +229,13 @@ def attend_piece(
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, WIDTH)
     in_dim = dim < DIM
-    used = (member < GROUP)[:, None] & in_dim[None, :]
+    PAIRS: tl.constexpr = BLOCK_DIM >= 32 and q.dtype == tl.float16 and v_cache.dtype.element_ty == tl.float8e4nv
+    TWO: tl.constexpr = HALVES or PAIRS
+    VALUES: tl.constexpr = BLOCK_DIM // 2 if TWO else BLOCK_DIM
+    # Features of the first sums; those of the second ones are so much further.
+    FURTHER: tl.constexpr = 1 if PAIRS else VALUES
+    feature = tl.arange(0, VALUES) * (2 if PAIRS else 1)
+    used = (member < GROUP)[:, None] & (feature < DIM)[None, :]
     key = tl.arange(0, KEYS)
     maximum = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
@@ -217,7 +243,7 @@ def attend_piece(
         sink = tl.load(sinks + head * GROUP + member, mask=member < GROUP, other=0.0) * 1.4426950408889634
         maximum = tl.where(piece == 0, sink, maximum)
         total = tl.where(piece == 0, total + 1.0, total)
-    acc = tl.zeros([GROUP_PAD, WIDTH], tl.float32)
+    acc = tl.zeros([GROUP_PAD, VALUES], tl.float32)
     acc_high = acc
     block = tl.load(table + (begin + key) // PAGE, mask=(begin + key >= visible) & (begin + key < end), other=0)
     for start in range(begin, end, KEYS):
@@ -251,25 +277,30 @@ def attend_piece(
         shrink = tl.exp2(maximum - higher)
         total = total * shrink + tl.sum(weights, axis=1)
         weights = weights.to(q.dtype)
-        v = tl.load(v_cache + base[:, None] + dim[None, :], mask=loads, other=0.0).to(q.dtype)
-        acc = tl.dot(weights, v, acc * shrink[:, None], input_precision=PRECISION)
-        if HALVES:
-            v = tl.load(v_cache + base[:, None] + (dim + WIDTH)[None, :], mask=loads, other=0.0).to(q.dtype)
-            acc_high = tl.dot(weights, v, acc_high * shrink[:, None], input_precision=PRECISION)
+        if PAIRS:
+            v, v_odd = load_pairs(v_cache, base, seen, DIM, BLOCK_DIM)
+            acc = tl.dot(weights, v, acc * shrink[:, None])
+            acc_high = tl.dot(weights, v_odd, acc_high * shrink[:, None])
+        else:
+            v = tl.load(v_cache + base[:, None] + dim[None, :], mask=loads, other=0.0).to(q.dtype)
+            acc = tl.dot(weights, v, acc * shrink[:, None], input_precision=PRECISION)
+            if HALVES:
+                v = tl.load(v_cache + base[:, None] + (dim + WIDTH)[None, :], mask=loads, other=0.0).to(q.dtype)
+                acc_high = tl.dot(weights, v, acc_high * shrink[:, None], input_precision=PRECISION)
         maximum = higher
     acc = acc * v_scale
-    target = out + seq.to(tl.int64) * (NUM_HEADS * DIM) + (head * GROUP + member)[:, None] * DIM + dim[None, :]
+    target = out + seq.to(tl.int64) * (NUM_HEADS * DIM) + (head * GROUP + member)[:, None] * DIM + feature[None, :]
     if pieces == 1:
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=used)
-        if HALVES:
+        if TWO:
             high = acc_high * v_scale / total[:, None]
-            tl.store(target + WIDTH, high.to(out.dtype.element_ty), mask=used)
+            tl.store(target + FURTHER, high.to(out.dtype.element_ty), mask=used)
     else:
         mine = (number * NUM_KV + head) * GROUP
-        part = partial + (mine + member)[:, None].to(tl.int64) * DIM + dim[None, :]
+        part = partial + (mine + member)[:, None].to(tl.int64) * DIM + feature[None, :]
         tl.store(part, acc, mask=used)
-        if HALVES:
-            tl.store(part + WIDTH, acc_high * v_scale, mask=used)
+        if TWO:
+            tl.store(part + FURTHER, acc_high * v_scale, mask=used)
         tl.store(summary + mine + member, maximum, mask=member < GROUP)
         tl.store(summary + num_parts * GROUP + mine + member, total, mask=member < GROUP)
         # Every thread's stores come before the one thread's atomic that publishes them.

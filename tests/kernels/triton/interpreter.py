@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from types import SimpleNamespace
 
 
 def prepare() -> bool:
@@ -17,6 +18,7 @@ def prepare() -> bool:
         _mend_loop_bounds()
         _mend_dots()
         _mend_fp8()
+        _mend_assembler()
     return True
 
 
@@ -38,6 +40,26 @@ def _mend_fp8() -> None:
 
     interpreter._convert_float = patched
     interpreter._quire_fp8 = True
+
+
+def _mend_assembler() -> None:
+    """Triton's interpreter runs no assembler: what the one piece of it in kernels that run here does, element by
+    element."""
+    import torch
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def run(self, text, constraints, values, types, pure, pack):  # type: ignore[no-untyped-def]
+        from quire.kernels.triton.attention_decode import TWO_NUMBERS
+
+        if text != TWO_NUMBERS.value:
+            raise NotImplementedError(text)
+        words = torch.from_numpy(values[0].data.view("uint8").reshape(*values[0].data.shape, 2).copy())
+        numbers = words.view(torch.float8_e4m3fn).half()
+        found = [interpreter.TensorHandle(numbers[..., place].numpy(), tl.float16) for place in range(2)]
+        return SimpleNamespace(get_result=found.__getitem__)
+
+    interpreter.InterpreterBuilder.create_inline_asm = run
 
 
 def _mend_loop_bounds() -> None:

@@ -105,6 +105,8 @@ TURNED: list[tuple[HeadShape, int, list[int], dict]] = [
     (HeadShape(5, 1, 32), 1, [90, 1], {"softcap": 3.0, "extra": 2, "norms": False}),
     (HeadShape(2, 2, 64), 8, [130, 64, 65], {"kv_dtype": torch.float8_e4m3fn, "kv_scale": 0.5, "extra": 3}),
     (HeadShape(16, 1, 32), 16, [200], {"window": 150, "softcap": 2.0, "rows": True}),
+    (HeadShape(8, 2, 32), 16, [200, 1, 0, 129], {"kv_dtype": torch.float8_e4m3fn, "extra": 4, "carried": True}),
+    (HeadShape(8, 2, 128), 16, [300], {"kv_dtype": torch.float8_e4m3fn, "kv_scale": 0.5, "extra": 1, "keys": 64}),
     (HeadShape(8, 2, 32), 16, [1, 300, 0], {"sinks": True, "norms": False, "keys": 64, "carried": True}),
 ]
 
