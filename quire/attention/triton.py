@@ -37,6 +37,7 @@ from quire.kernels.triton.latent_attention import (
     latent_tiles,
 )
 from quire.kernels.triton.latent_hopper import available, fits, hopper_decode
+from quire.kernels.triton.unpacked_pages import PageRoom, UnpackedPages, choose_pages, unpack_pages
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext, pair_cache
 
 _FIXED = MixedShape(64, 64, 4, 3)
@@ -83,6 +84,8 @@ class DeviceContext(StepContext):
     """(sequence, first token) of the tiles of prompts without context, which read keys from the step's rows."""
     paged_tiles: tuple[Tensor, Tensor] | None = None
     """The same of those that `hopper_prefill` takes."""
+    unpacked: UnpackedPages | None = None
+    """What it reads of a cache in fp8."""
     fuse_rope: bool = False
     """Norm, rotation and KV write run inside decode attention. Only for steps of one query per sequence: with drafts a
     query would need a key that another program of the same launch writes."""
@@ -126,6 +129,7 @@ class TritonAttention:
         self.prefill_library: PrefillLibrary | None = None
         """Another library's prefill attention, for fresh prompts that cuDNN does not take (see `pick_up`)."""
         self._scratch: dict[HeadShape, DecodeScratch] = {}
+        self._room: PageRoom | None = None
         self._processors, self.shared_memory = 4, HOPPER_SHARED
         if device.type == "cuda":
             chip = torch.cuda.get_device_properties(device)
@@ -169,14 +173,20 @@ class TritonAttention:
 
     def takes_prefill(self, shape: HeadShape, block_size: int, plain: bool) -> bool:
         """Whether chunks of prompts go to `hopper_prefill` as far as it can; `plain` as in `takes_fresh`."""
-        fits = self._same_type and plain
+        fits = plain and (self._same_type or (self._room is not None and self._room.takes(shape, block_size)))
         return fits and hopper_prefill.fits(self.device, self._dtype, shape, block_size)
 
     def prefill_tiles(
-        self, starts: np.ndarray, counts: np.ndarray, shape: HeadShape
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of all sequences of a step: `hopper_prefill.split_tiles`."""
-        return hopper_prefill.split_tiles(starts, counts, shape)
+        self, starts: np.ndarray, counts: np.ndarray, shape: HeadShape, block_size: int
+    ) -> tuple[tuple[np.ndarray, np.ndarray], UnpackedPages | None, np.ndarray]:
+        """Of all sequences of a step: tiles for `hopper_prefill`, what is unpacked for it of a cache in fp8, and how
+        many tokens of each chunk it takes."""
+        chosen = None
+        if not self._same_type:
+            chosen = choose_pages(starts, counts, block_size, 0 if self._room is None else self._room.pages)
+            counts = np.where(np.isin(np.arange(len(counts)), chosen.sequence), counts, 0)
+        *tiles, taken = hopper_prefill.split_tiles(starts, counts, shape)
+        return (tiles[0], tiles[1]), chosen, taken
 
     def row_tiles(self, counts: np.ndarray, shape: HeadShape, first_seq: int) -> tuple[np.ndarray, np.ndarray]:
         return query_tiles(counts, _ROWS.tokens_of(shape.num_heads // shape.num_kv_heads), first_seq)
@@ -237,7 +247,7 @@ class TritonAttention:
             programs = 1 if self._wgmma_latents(shape, 16) else self._latent_sizes(shape).programs
             extra = latent_pieces(num_seqs, shape, programs, self._processors)
         else:
-            extra = extra_pieces(num_seqs, shape.num_kv_heads, self._processors, long)
+            extra = extra_pieces(num_seqs, shape.num_kv_heads, self._processors, long, not self._same_type)
         return DecodeSplit.allocate(num_seqs, extra, self.device)
 
     def reserve(self, shape: HeadShape, tasks: int, num_seqs: int) -> DecodeScratch:
@@ -250,6 +260,14 @@ class TritonAttention:
         ):
             held = self._scratch[shape] = DecodeScratch.allocate(tasks, num_seqs, shape, self.device)
         return held
+
+    def reserve_room(self, shape: HeadShape, block_size: int, most_tokens: int) -> None:
+        """Memory that contexts in fp8 are unpacked to, where `hopper_prefill` can read them: before the KV pool takes
+        what is left. In deterministic mode bits would depend on which chunks fit into it, so there it is not used."""
+        if self._same_type or self.deterministic or self._room is not None:
+            return
+        if hopper_prefill.fits(self.device, self._dtype, shape, block_size):
+            self._room = PageRoom.allocate(shape, block_size, most_tokens, self._dtype, self.device)
 
     def prepare(self, ctx: DeviceContext, windows: tuple[int | None, ...]) -> None:
         """Split the decode keys of the step over programs, per cache group: on the device, without a host sync."""
@@ -295,13 +313,24 @@ class TritonAttention:
                 part = self.prefill_library(*_heads(qkv[run.first : end], shape), run, scale)
                 out[run.first : end].view(run.tokens, shape.num_heads, shape.head_dim).copy_(part)
         if ctx.paged_tiles is not None and ctx.paged_tiles[0].shape[0]:
-            hopper_prefill.hopper_prefill(
-                qkv, cache, table, ctx.rows, ctx.query_start, ctx.context_len, *ctx.paged_tiles, shape, scale, out=out)
+            self._prefill(qkv, cache, table, ctx, ctx.paged_tiles, shape, scale, out)
         if ctx.row_tiles is not None and ctx.row_tiles[0].shape[0]:
             fresh_attention(qkv, ctx.query_start, *ctx.row_tiles, shape, scale, out=out, sizes=_ROWS)
         if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:
             self._tiles(qkv, cache, table, ctx, (ctx.tile_seq, ctx.tile_first), shape, scale, options)
         return out
+
+    def _prefill(
+        self, qkv: Tensor, cache: LayerCache, table: Tensor, ctx: DeviceContext, tiles: tuple[Tensor, Tensor],
+        shape: HeadShape, scale: float, out: Tensor,
+    ) -> None:  # fmt: skip
+        """By `hopper_prefill`, over the cache or what is unpacked of it."""
+        rows = ctx.rows
+        if ctx.unpacked is not None and self._room is not None:
+            cache = unpack_pages(cache, table, rows, ctx.unpacked, self._room)
+            table, rows = self._room.table(), ctx.unpacked.first
+        hopper_prefill.hopper_prefill(
+            qkv, cache, table, rows, ctx.query_start, ctx.context_len, *tiles, shape, scale, out=out)
 
     def _tiles(
         self, qkv: Tensor, cache: LayerCache, table: Tensor, ctx: DeviceContext, tiles: tuple[Tensor, Tensor],

@@ -47,20 +47,25 @@ class DecodeSplit:
         return cls(ints(num_seqs + extra), ints(num_seqs + extra), ints(num_seqs), ints(1))
 
 
-def extra_pieces(num_seqs: int, num_kv_heads: int, multiprocessors: int, long: bool = False) -> int:
-    """Pieces beyond one per sequence, as so many programs a multiprocessor; `long`: see `decode_lengths`.
+def extra_pieces(
+    num_seqs: int, num_kv_heads: int, multiprocessors: int, long: bool = False, narrow: bool = False
+) -> int:
+    """Pieces beyond one per sequence, as so many programs a multiprocessor; `long`: see `decode_lengths`. `narrow`:
+    keys in fp8, of which one program does not have enough bytes on their way.
 
     H200, 2026-11-15, 32 heads of 8 KV heads, about 1,040 keys, microseconds: 8 sequences 19.6 with 32 pieces (16: 20.7,
     64: 23.9); 32 sequences 40.5 with 16 (33: 45.3, 66: 48.7); 64 sequences 80.9 with 66 (132: 83.0); 256 sequences 269
     with 264 (528: 272). One sequence of 4,000 keys: 15.3 with 16 (33: 23).
     """
-    wanted = 1 if long else next((many for most, many in _PROGRAMS if num_seqs <= most), _MOST_PROGRAMS)
+    few = _LONG_NARROW if narrow else 1
+    wanted = few if long else next((many for most, many in _PROGRAMS if num_seqs <= most), _MOST_PROGRAMS)
     return max(1, multiprocessors * wanted // num_kv_heads)
 
 
 _PROGRAMS = ((4, 1), (16, 2), (40, 1), (96, 4), (128, 8))
 """Up to so many sequences: programs a multiprocessor."""
 _MOST_PROGRAMS = 16
+_LONG_NARROW = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,8 @@ def hopper_prefill(
     tile_seq: Tensor, tile_first: Tensor, shape: HeadShape, scale: float, *, out: Tensor,
     sizes: PrefillShape = PREFILL, pdl: bool = False, late: bool = False,
 ) -> None:
-    """Causal attention of the queries in the tiles, into `out` [T, Hq*hd].
+    """Causal attention of the queries in the tiles, into `out` [T, Hq*hd]. The cache has the type of qkv, and its
+    scales count.
 
     With one warp group steps may be padded: a tile whose sequence is -1 does nothing, a sequence without keys gets
     zeros."""
@@ -109,6 +110,7 @@ def hopper_prefill(
         tile_first,
         items,
         scale * LOG2_E,
+        context_len if cache.scales is None else cache.scales,
         qkv.stride(0),
         tables.stride(0),
         shape.num_heads,
@@ -120,6 +122,7 @@ def hopper_prefill(
         rows is not None,
         sizes.groups,
         pdl,
+        cache.scales is not None,
         _REGISTERS,
         ring,
         sums,

@@ -197,11 +197,12 @@ def _fold_keys(
 @gluon.jit
 def _attend_tiles(
     qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first, query_start, context_len, out,
-    num_items, scale, q_stride, WHO: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr, SUMS: gl.constexpr,
-    VALUES: gl.constexpr, STORED: gl.constexpr,
+    num_items, scale, kv_scales, q_stride, WHO: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr, SCALED: gl.constexpr,
+    SUMS: gl.constexpr, VALUES: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
-    """A warp group: its rows of one tile after another. Padding, a sequence without keys, gets zeros."""
+    """A warp group: its rows of one tile after another. Padding, a sequence without keys, gets zeros. With SCALED keys
+    and values of a head are what is stored times its `kv_scales`: its scores and its sums are multiplied by them."""
     ROWS: gl.constexpr = 64
     KEYS: gl.constexpr = k_ring.shape[1]
     WIDTH: gl.constexpr = k_ring.shape[2]
@@ -235,11 +236,17 @@ def _attend_tiles(
             mine = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
             reach = before + first + mine // GROUP
             open_end = (before + first + 1) // KEYS * KEYS
+            of_scores = scale
+            if SCALED:
+                of_scores = scale * gl.load(kv_scales + head)
             low, high, total = _fold_keys(
                 q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, before + queries,
-                forgotten, open_end, reach, scale, WHO, STAGES, SUMS, VALUES, P, STORED)
+                forgotten, open_end, reach, of_scores, WHO, STAGES, SUMS, VALUES, P, STORED)
             # One division a row, not one a feature.
-            low, high = _shrink(low, high, 1.0 / gl.where(total > 0, total, 1.0), VALUES)
+            by = 1.0 / gl.where(total > 0, total, 1.0)
+            if SCALED:
+                by = by * gl.load(kv_scales + NUM_KV + head)
+            low, high = _shrink(low, high, by, VALUES)
             gl.store(target, gl.convert_layout(low.to(kind), STORED), mask=used)
             gl.store(target + WIDTH, gl.convert_layout(high.to(kind), STORED), mask=used)
         done += turns
@@ -250,9 +257,10 @@ def _attend_tiles(
 @gluon.jit(do_not_specialize=["num_items"])
 def hopper_prefill_kernel(
     k_cache, v_cache, qkv, out, tables, rows, query_start, context_len, tile_seq, tile_first, num_items, scale,
-    q_stride, table_stride, NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, HAS_ROWS: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
-    REGISTERS: gl.constexpr, RING: gl.constexpr, SUMS: gl.constexpr, VALUES: gl.constexpr, STORED: gl.constexpr,
+    kv_scales, q_stride, table_stride, NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr,
+    PAGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, HAS_ROWS: gl.constexpr, GROUPS: gl.constexpr,
+    PDL: gl.constexpr, SCALED: gl.constexpr, REGISTERS: gl.constexpr, RING: gl.constexpr, SUMS: gl.constexpr,
+    VALUES: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = k_cache.block_type.shape[1]
     k_ring = gl.allocate_shared_memory(k_cache.dtype, [2 * STAGES, KEYS, WIDTH], RING)
@@ -275,8 +283,8 @@ def hopper_prefill_kernel(
         gl.warp_specialize(
             [
                 (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
-                                 query_start, context_len, out, num_items, scale, q_stride, 0, GROUPS, STAGES,
-                                 NUM_HEADS, NUM_KV, GROUP, PDL, SUMS, VALUES, STORED)),
+                                 query_start, context_len, out, num_items, scale, kv_scales, q_stride, 0, GROUPS,
+                                 STAGES, NUM_HEADS, NUM_KV, GROUP, PDL, SCALED, SUMS, VALUES, STORED)),
                 (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows,
                                tile_seq, tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
                                GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL, GROUPS == 1)),
@@ -288,11 +296,11 @@ def hopper_prefill_kernel(
         gl.warp_specialize(
             [
                 (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
-                                 query_start, context_len, out, num_items, scale, q_stride, 0, GROUPS, STAGES,
-                                 NUM_HEADS, NUM_KV, GROUP, PDL, SUMS, VALUES, STORED)),
+                                 query_start, context_len, out, num_items, scale, kv_scales, q_stride, 0, GROUPS,
+                                 STAGES, NUM_HEADS, NUM_KV, GROUP, PDL, SCALED, SUMS, VALUES, STORED)),
                 (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
-                                 query_start, context_len, out, num_items, scale, q_stride, 1, GROUPS, STAGES,
-                                 NUM_HEADS, NUM_KV, GROUP, PDL, SUMS, VALUES, STORED)),
+                                 query_start, context_len, out, num_items, scale, kv_scales, q_stride, 1, GROUPS,
+                                 STAGES, NUM_HEADS, NUM_KV, GROUP, PDL, SCALED, SUMS, VALUES, STORED)),
                 (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows,
                                tile_seq, tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
                                GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL, GROUPS == 1)),

@@ -7,6 +7,7 @@ Also the memory that this takes for decode steps, reserved before any graph hold
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,8 +26,12 @@ from quire.worker.gpu.padded import MixedRung, MixedRungs
 from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import DeviceTable
 
+if TYPE_CHECKING:
+    from quire.kernels.triton.unpacked_pages import UnpackedPages
+
 _ROW_TILES = ("row_tile_seq", "row_tile_first")
 _PAGED_TILES = ("paged_tile_seq", "paged_tile_first")
+_UNPACKED = ("unpacked_seq", "unpacked_first")
 View = Callable[[str], Tensor]
 """Where a staged array lies on the device, by its name."""
 
@@ -46,7 +51,7 @@ class StepContexts:
         self.tables = table.tables[: len(self.windows)]
         self.fuse_rope = fuse_rope and self.attention is not None and not self.attention.deterministic
         self._block_size = table.block_size
-        self._max_model_len = table.max_model_len
+        self._max_model_len, self._num_rows = table.max_model_len, table.num_rows
         self._shapes = [layer.attn.shape for layer in decoder.layers]
         self._alike = len(set(self._shapes)) == 1
         self._plain = all(
@@ -81,6 +86,9 @@ class StepContexts:
             }  # fmt: skip
         for shape in {_as_heads(shape) for shape in self._shapes}:
             self.attention.reserve(shape, max(split[0].tasks for split in self._splits.values()), max(counts))
+        if self._plain and self._alike:
+            shape = _as_heads(self._shapes[0])
+            self.attention.reserve_room(shape, self._block_size, self._num_rows * self._max_model_len)
 
     @property
     def reserved(self) -> set[int]:
@@ -188,11 +196,13 @@ class StepContexts:
                 counts[s] = 0
             elif self.attention.takes_rows(int(batch.starts[s]), int(counts[s]), self._plain, shape):
                 own[s], counts[s] = counts[s], 0
-        taken, paged = np.zeros_like(counts), [np.zeros(0, np.int32)] * 2
+        none = np.zeros(0, np.int32)
+        taken, paged, unpacked = np.zeros_like(counts), (none, none), None
         if self.attention.takes_prefill(shape, self._block_size, self._plain and self._alike):
-            *paged, taken = self.attention.prefill_tiles(batch.starts, counts, shape)
+            paged, unpacked, taken = self.attention.prefill_tiles(batch.starts, counts, shape, self._block_size)
+        pages = (none, none) if unpacked is None else (unpacked.sequence, unpacked.first)
         rows = self.attention.row_tiles(own[first:], shape, first)
-        for name, part in zip((*_ROW_TILES, *_PAGED_TILES), (*rows, *paged), strict=True):
+        for name, part in zip((*_ROW_TILES, *_PAGED_TILES, *_UNPACKED), (*rows, *paged, *pages), strict=True):
             stage.add(name, part)
         seqs, firsts = query_tiles((counts - taken)[first:], self.attention.tokens_per_tile(shape), first)
         stage.add("tile_seq", seqs)
@@ -218,6 +228,7 @@ class StepContexts:
             num_decodes=batch.num_decodes, tile_seq=view("tile_seq"), tile_first=view("tile_first"),
             row_tiles=(view(_ROW_TILES[0]), view(_ROW_TILES[1])),
             paged_tiles=(view(_PAGED_TILES[0]), view(_PAGED_TILES[1])),
+            unpacked=_unpacked(view),
             fresh=tuple(fresh.dense),
             ragged=tuple(_fresh_prompts(batch.query_start, view("query_start"), *run) for run in fresh.ragged),
         )
@@ -225,6 +236,13 @@ class StepContexts:
             ctx.splits = tuple(self.attention.allocate_split(batch.num_decodes, self._shared) for _ in self.windows)
             self.attention.prepare(ctx, self.windows)
         return ctx
+
+
+def _unpacked(view: View) -> UnpackedPages | None:
+    from quire.kernels.triton.unpacked_pages import UnpackedPages
+
+    sequence, first = (view(name) for name in _UNPACKED)
+    return UnpackedPages(sequence, first) if sequence.shape[0] else None
 
 
 def _fresh_prompts(starts: np.ndarray, on_device: Tensor, first: int, last: int) -> FreshPrompts:

@@ -45,9 +45,10 @@ from quire.kernels.triton import (
     meeting,
     norm,
     spread,
+    unpacked_pages,
     weights,
 )
-from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache
+from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, pair_cache
 from quire.models.build import build_decoder, dummy_weights
 from quire.ops.device_experts import ExpertKernels
 from quire.ops.triton import TritonOps
@@ -57,6 +58,8 @@ from tests.paged_driver import PagedDriver
 
 SHARED = {80: 163 << 10, 89: 99 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a program may have, by compute capability."""
+FP8 = 89
+"""The first compute capability with fp8."""
 HALF = torch.bfloat16
 DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 97, "hidden_size": 256, "intermediate_size": 256,
@@ -97,6 +100,11 @@ def decode(capability: int) -> None:
     attention_decode.decode_attention(*given, halves=sizes.carried, **options)
     turn = HeadTurn(torch.empty(64, 128), torch.empty(128), torch.empty(128), 1e-6)
     attention_rope.rope_decode_attention(*given, turn, prefetch=True, **options)
+    if capability >= FP8:
+        narrow = pair_cache(cache.k.to(torch.float8_e4m3fn), cache.v.to(torch.float8_e4m3fn), 16)
+        attention_rope.rope_decode_attention(qkv, narrow, *given[2:], turn, prefetch=True, **options)
+        room = unpacked_pages.PageRoom.allocate(heads, 16, 64, HALF, "cpu")
+        unpacked_pages.unpack_pages(narrow, table, ints, unpacked_pages.UnpackedPages(ints, ints), room)
     shape = LatentShape(16, 512, 64)
     latents = LayerCache(shape.kv, 16, {"latent": torch.empty(4, 1, 16, shape.width, dtype=HALF)})
     room = attention_decode.DecodeScratch.allocate(split.tasks, 4, shape.blocks, "cpu")

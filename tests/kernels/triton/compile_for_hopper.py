@@ -79,6 +79,7 @@ from quire.ops import device_formats  # noqa: E402
 from quire.ops.device_experts import ExpertKernels  # noqa: E402
 from quire.ops.device_weights import DeviceGroup  # noqa: E402
 from tests.kernels.triton import bits  # noqa: E402
+from tests.kernels.triton.fp8_launches import over_fp8  # noqa: E402
 from tests.kernels.triton.hopper import compiling, resources  # noqa: E402
 
 HEADS = HeadShape(4, 2, 64)
@@ -302,19 +303,11 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     if not small:
         yield "few decode", lambda: attention_few.few_decode_attention(
             torch.empty(2, heads.width, dtype=dtype), wide, table, ints, ints, split, parts, heads, 0.1, turn, pdl=True)
-        narrow = pair_cache(wide.k.to(torch.float8_e4m3fn), wide.v.to(torch.float8_e4m3fn), 16)
-        scaled = replace(narrow, scales=torch.ones(2, 8))
-        for name, kept in (("few decode over fp8", narrow), ("few decode over scaled fp8", scaled)):
-            yield name, lambda c=kept: attention_few.few_decode_attention(
-                torch.empty(2, heads.width, dtype=dtype), c, table, ints, ints, split, parts, heads, 0.1, turn,
-                pdl=True)
-        for name, each, kept in (
-            ("drafted decode", turn, wide), ("drafted decode without norms", HeadTurn(turn.rope), wide),
-            ("drafted decode over fp8", turn, scaled),
-        ):  # fmt: skip
-            yield name, lambda t=each, c=kept: attention_few.few_decode_attention(
-                torch.empty(8, heads.width, dtype=dtype), c, table, ints, ints, split, parts, heads, 0.1, t,
+        for name, each in (("drafted decode", turn), ("drafted decode without norms", HeadTurn(turn.rope))):
+            yield name, lambda t=each: attention_few.few_decode_attention(
+                torch.empty(8, heads.width, dtype=dtype), wide, table, ints, ints, split, parts, heads, 0.1, t,
                 drafts=True, pdl=True)
+        yield from over_fp8(dtype)
     for name, exact in (("exact", True), ("mixed", False)):
         yield name, lambda e=exact: attention_mixed.mixed_attention(
             qkv, cache, table, ints, ints, ints, ints, ints, HEADS, 0.1, sizes=sizes, exact=e
@@ -590,6 +583,7 @@ def main() -> None:
                 "multiplications": multiplications(kernels[0]), "instructions": len(operations),
                 "early_loads": early_loads(whole), "byte_products": operations.count("IMMA"),
                 "from_fp8": whole.count("F2FP.F16.E4M3.UNPACK_B"), "asked": whole.count("UBLKPF.L2"),
+                "byte_loads": whole.count("LDS.U8"),
                 "drains": operations.count("WARPGROUP") and waits(instructions(kernels[0])),
             }  # fmt: skip
     found["variants"] = {str(dtype)[6:]: variants(dtype) for dtype in (torch.bfloat16, torch.float32)}

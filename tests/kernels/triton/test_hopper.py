@@ -94,6 +94,15 @@ def test_keys_in_fp8_of_one_sequence_cost_no_more_than_those_in_bf16(compiled: d
     assert 3 * 32 <= kernel["from_fp8"] <= 3 * 32 + 2 and kernel["instructions"] <= plain["instructions"]
 
 
+def test_decode_attention_turns_values_in_fp8_without_loads_of_bytes(compiled: dict[str, Any]) -> None:
+    """128 keys of 128 features by 128 threads: two numbers become fp16 by one instruction, keys and values once each.
+    Shared memory turns 16 bytes at a time: as many loads of keys and half as many of values as in bf16."""
+    kernel, plain = (compiled[f"turned decode{kind} bfloat16"] for kind in (" over fp8", ""))
+    assert kernel["byte_loads"] == 0 and kernel["from_fp8"] == 128
+    assert 0 < kernel["matrix_loads"] < plain["matrix_loads"]
+    assert "STACK:0" in kernel["resources"]
+
+
 @pytest.mark.parametrize(("name", "loads", "products", "most"), [
     ("code row bfloat16", 8, 16, 2.0), ("code row float16", 8, 16, 2.0), ("code row gated bfloat16", 16, 48, 1.8),
 ])
