@@ -178,15 +178,15 @@ class TritonAttention:
 
     def prefill_tiles(
         self, starts: np.ndarray, counts: np.ndarray, shape: HeadShape, block_size: int
-    ) -> tuple[tuple[np.ndarray, np.ndarray], UnpackedPages | None, np.ndarray]:
+    ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], np.ndarray]:
         """Of all sequences of a step: tiles for `hopper_prefill`, what is unpacked for it of a cache in fp8, and how
         many tokens of each chunk it takes."""
-        chosen = None
+        pages = np.zeros(0, np.int32), np.zeros(0, np.int32)
         if not self._same_type:
-            chosen = choose_pages(starts, counts, block_size, 0 if self._room is None else self._room.pages)
-            counts = np.where(np.isin(np.arange(len(counts)), chosen.sequence), counts, 0)
+            pages = choose_pages(starts, counts, block_size, 0 if self._room is None else self._room.pages)
+            counts = np.where(np.isin(np.arange(len(counts)), pages[0]), counts, 0)
         *tiles, taken = hopper_prefill.split_tiles(starts, counts, shape)
-        return (tiles[0], tiles[1]), chosen, taken
+        return (tiles[0], tiles[1]), pages, taken
 
     def row_tiles(self, counts: np.ndarray, shape: HeadShape, first_seq: int) -> tuple[np.ndarray, np.ndarray]:
         return query_tiles(counts, _ROWS.tokens_of(shape.num_heads // shape.num_kv_heads), first_seq)

@@ -202,6 +202,12 @@ def check_rope_decode(rng: random.Random) -> None:
         (BF16, HeadShape(8, 2, 64), 1, [5, 777, 1300], {"window": 100, "prefetch": True}),
         (BF16, HeadShape(4, 1, 256), 64, [5, 777, 1300], {"softcap": 5.0, "keys": 64, "prefetch": True}),
         (BF16, HeadShape(32, 8, 128), 16, many[:32], {"kv_dtype": torch.float8_e4m3fn, "kv_scale": 0.5}),
+        (BF16, HeadShape(32, 8, 128), 16, [9000, 4001, 1], {
+            "kv_dtype": torch.float8_e4m3fn, "kv_scale": 0.5, "extra": 33, "prefetch": True, "carried": True,
+            "pdl": True}),
+        (BF16, HeadShape(16, 8, 128), 16, many, {
+            "kv_dtype": torch.float8_e4m3fn, "extra": 264, "keys": 64, "prefetch": True, "carried": True}),
+        (FP16, HeadShape(8, 2, 64), 8, [5, 777], {"kv_dtype": torch.float8_e4m3fn, "window": 100}),
         (FP16, HeadShape(16, 8, 128), 16, many[:32], {"norms": False, "prefetch": True}),
         (FP32, HeadShape(16, 8, 128), 16, many[:32], {"keys": 64, "prefetch": True}),
         (FP32, HeadShape(6, 2, 32), 16, many[:32], {"keys": 64, "window": 200}),

@@ -46,8 +46,8 @@ class _Batch:
         half = partial(torch.randn, device=_DEVICE, dtype=torch.bfloat16)
         size = (count * pages, 8, _PAGE, 128)
         narrow = [[half(size).to(torch.float8_e4m3fn) for _ in range(2)] for _ in range(copies)]
-        self.narrow = [pair_cache(*each, _PAGE) for each in narrow]
-        self.wide = [pair_cache(*(part.bfloat16() for part in each), _PAGE) for each in narrow]
+        self.narrow = [pair_cache(k, v, _PAGE) for k, v in narrow]
+        self.wide = [pair_cache(k.bfloat16(), v.bfloat16(), _PAGE) for k, v in narrow]
         self.table = torch.randperm(count * pages, device=_DEVICE).int().view(count, pages)
         self.starts = torch.arange(count + 1, dtype=torch.int32, device=_DEVICE) * queries
         self.lengths = torch.full((count,), self.length, dtype=torch.int32, device=_DEVICE)
@@ -141,16 +141,17 @@ def _chunk_ways(batch: _Batch) -> Iterator[tuple[str, Way]]:
     starts, counts = np.full(batch.count, batch.before), np.full(batch.count, batch.queries)
     device = batch.qkv.device
     seqs, firsts, _ = hopper_prefill.split_tiles(starts, counts, batch.shape)
-    tiles = [torch.from_numpy(part).to(device) for part in (seqs, firsts)]
+    sent = [torch.from_numpy(part).to(device) for part in (seqs, firsts)]
+    tiles = sent[0], sent[1]
     sizes = MixedShape(_WIDE.rows, _WIDE.keys, 8, _WIDE.stages)
     group = batch.shape.num_heads // batch.shape.num_kv_heads
-    small = [torch.from_numpy(part).to(device) for part in query_tiles(counts, sizes.tokens_of(group))]
+    sent = [torch.from_numpy(part).to(device) for part in query_tiles(counts, sizes.tokens_of(group))]
+    small = sent[0], sent[1]
     of_step = batch.starts, batch.lengths
     room = unpacked_pages.PageRoom.allocate(batch.shape, _PAGE, batch.count * batch.table.shape[1] * _PAGE,
                                             batch.qkv.dtype, device)  # fmt: skip
     chosen = unpacked_pages.choose_pages(starts, counts, _PAGE, room.pages)
-    pages = unpacked_pages.UnpackedPages(*(torch.from_numpy(part).to(device) for part in (
-        chosen.sequence, chosen.first)))  # fmt: skip
+    pages = unpacked_pages.UnpackedPages(*(torch.from_numpy(part).to(device) for part in chosen))
 
     def unpack(copy: int) -> Any:
         return unpacked_pages.unpack_pages(batch.narrow[copy], batch.table, None, pages, room)

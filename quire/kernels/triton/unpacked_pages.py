@@ -59,16 +59,19 @@ class PageRoom:
 
 @dataclass(frozen=True, slots=True)
 class UnpackedPages:
-    """Which pages of a step's sequences are unpacked, on the host or on the device."""
+    """Which pages of a step's sequences are unpacked."""
 
-    sequence: np.ndarray | Tensor
+    sequence: Tensor
     """int32 [pages]: whose each page of the room is; a sequence's pages are neighbours, in order."""
-    first: np.ndarray | Tensor
+    first: Tensor
     """int32 [sequences]: where its pages begin; of one without any it does not matter."""
 
 
-def choose_pages(starts: np.ndarray, counts: np.ndarray, block_size: int, room: int) -> UnpackedPages:
-    """Those of chunks of many queries, one after another as long as there is room for them."""
+def choose_pages(
+    starts: np.ndarray, counts: np.ndarray, block_size: int, room: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """What `UnpackedPages` says of a step, on the host: the pages of chunks of many queries, one after another as long
+    as there is room for them."""
     pages = np.where(np.asarray(counts) >= LEAST_QUERIES, -(-(np.asarray(starts) + counts) // block_size), 0)
     first, used = np.zeros(len(pages), np.int32), 0
     for seq, needed in enumerate(pages.tolist()):
@@ -76,7 +79,7 @@ def choose_pages(starts: np.ndarray, counts: np.ndarray, block_size: int, room: 
             pages[seq] = 0
         else:
             first[seq], used = used, used + needed
-    return UnpackedPages(np.repeat(np.arange(len(pages), dtype=np.int32), pages), first)
+    return np.repeat(np.arange(len(pages), dtype=np.int32), pages), first
 
 
 @triton.jit

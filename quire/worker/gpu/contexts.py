@@ -197,10 +197,9 @@ class StepContexts:
             elif self.attention.takes_rows(int(batch.starts[s]), int(counts[s]), self._plain, shape):
                 own[s], counts[s] = counts[s], 0
         none = np.zeros(0, np.int32)
-        taken, paged, unpacked = np.zeros_like(counts), (none, none), None
+        taken, paged, pages = np.zeros_like(counts), (none, none), (none, none)
         if self.attention.takes_prefill(shape, self._block_size, self._plain and self._alike):
-            paged, unpacked, taken = self.attention.prefill_tiles(batch.starts, counts, shape, self._block_size)
-        pages = (none, none) if unpacked is None else (unpacked.sequence, unpacked.first)
+            paged, pages, taken = self.attention.prefill_tiles(batch.starts, counts, shape, self._block_size)
         rows = self.attention.row_tiles(own[first:], shape, first)
         for name, part in zip((*_ROW_TILES, *_PAGED_TILES, *_UNPACKED), (*rows, *paged, *pages), strict=True):
             stage.add(name, part)

@@ -15,6 +15,7 @@ from quire.attention import triton as backend
 from quire.attention.triton import DeviceContext, TritonAttention
 from quire.kernels.triton import hopper_prefill
 from quire.kernels.triton.attention_mixed import attention_reference
+from quire.kernels.triton.unpacked_pages import UnpackedPages
 from quire.kernels.types import HeadShape, LayerCache, pair_cache
 from quire.worker.gpu.batches import MixedBatch
 from quire.worker.gpu.contexts import StepContexts
@@ -135,3 +136,36 @@ def test_keys_in_another_type_are_left_to_the_tiles(plain: TritonAttention, same
     other = TritonAttention(torch.device("cpu"), torch.bfloat16, same_type=same_type)
     tiles = staged(other, [SHAPE])
     assert bool(len(tiles["paged_tile_seq"])) == same_type == (not len(tiles["tile_seq"]))
+
+
+def test_contexts_in_fp8_are_unpacked_where_there_is_room_for_them(plain: TritonAttention) -> None:
+    """The chunk of 20 is too short to repay it; deterministic mode unpacks nothing."""
+    narrow = TritonAttention(torch.device("cpu"), torch.bfloat16)
+    narrow.reserve_room(SHAPE, PAGE, 16 * PAGE)
+    tiles = staged(narrow, [SHAPE])
+    assert sorted(covered(tiles, "paged_tile", 32)) == [(2, token) for token in range(92)]
+    assert sorted(covered(tiles, "tile", narrow.tokens_per_tile(SHAPE))) == [(3, token) for token in range(20)]
+    assert tiles["unpacked_seq"].tolist() == [2] * 12
+    crowded = TritonAttention(torch.device("cpu"), torch.bfloat16)
+    crowded.reserve_room(SHAPE, PAGE, 11 * PAGE)
+    assert not len(staged(crowded, [SHAPE])["paged_tile_seq"])
+    fixed = TritonAttention(torch.device("cpu"), torch.bfloat16, deterministic=True)
+    fixed.reserve_room(SHAPE, PAGE, 16 * PAGE)
+    assert not len(staged(fixed, [SHAPE])["paged_tile_seq"])
+
+
+def test_a_step_over_fp8_attends_to_what_is_unpacked_and_to_what_is_not(plain: TritonAttention) -> None:
+    narrow = TritonAttention(torch.device("cpu"), torch.bfloat16)
+    narrow.reserve_room(SHAPE, PAGE, 16 * PAGE)
+    tiles = {name: torch.from_numpy(part) for name, part in staged(narrow, [SHAPE]).items()}
+    qkv, cache, ctx = a_step(narrow)
+    stored = [part.to(torch.float8_e4m3fn) for part in (cache.k, cache.v)]
+    scales = torch.tensor([[0.5], [2.0]])
+    ctx.unpacked = UnpackedPages(tiles["unpacked_seq"], tiles["unpacked_first"])
+    with interpreting() as runs:
+        out = narrow(qkv, replace(pair_cache(*stored, PAGE), scales=scales), ctx, 0, SHAPE, 0.2, None, None)
+    assert len(runs) == 1
+    floats = replace(pair_cache(*(part.bfloat16() for part in stored), PAGE), scales=scales)
+    want = attention_reference(qkv, floats, ctx.block_tables[0], ctx.query_start, ctx.context_len, SHAPE, 0.2)
+    some = slice(int(ctx.query_start[2]), None)  # the first decodes, the second reads its keys from the step's rows
+    assert torch.allclose(out[some].float(), want[some].float(), atol=0.03, rtol=0.02)
