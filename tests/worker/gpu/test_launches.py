@@ -164,7 +164,7 @@ def test_a_step_with_many_keys_is_launched_as_one_but_not_of_a_draft_model(
 ) -> None:
     """Whose decode steps move on: a graph captured in passing would do so twice."""
     runner = worker_of(monkeypatch, QWEN3)._runner
-    asked: list[tuple[int, bool, bool]] = []
+    asked: list[tuple[int, bool, bool, bool]] = []
     monkeypatch.setattr(runner, "launch_decode", lambda *given: asked.append(given))
     monkeypatch.setattr(runner.draws, "draw", lambda step: None)
     monkeypatch.setattr(StepContexts, "long_rungs", lambda self, rungs: [1])
@@ -176,7 +176,7 @@ def test_a_step_with_many_keys_is_launched_as_one_but_not_of_a_draft_model(
         return
     for start, drafted in ((20_000, None), (20_000, Drafted([0], [(0, 1)], torch.zeros(0))), (40, None)):
         runner.launch_staged([PlanEntry(0, start, 1, sample=True)], 0, drafted)
-    assert [long for _, _, long in asked] == [True, False, False]
+    assert [long for _, _, long, _ in asked] == [True, False, False]
 
 
 def test_deterministic_steps_are_not_fused_with_gemms_without_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
