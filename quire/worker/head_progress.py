@@ -47,8 +47,6 @@ class HeadProgress(DraftProgress):
                 few[table.item(entry.row, entry.start // size)] = False
 
     def refuses(self, entry: PlanEntry) -> bool:
-        if not self._any:
-            return False
-        # A token reads the state of the one before it.
-        start, size = max(0, self.catch_up(entry)[0] - 1), self._block_size
-        return bool(self._holes.device[self._table[entry.row, start // size : -(-entry.start // size)]].any())
+        """A block with a hole may also have taken the place of one with the same text that the head has computed."""
+        blocks = -(-entry.start // self._block_size)
+        return self._any and bool(self._holes.device[self._table[entry.row, :blocks]].any())
