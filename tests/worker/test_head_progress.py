@@ -64,5 +64,6 @@ def test_flags_of_another_group_are_left_alone() -> None:
     flags = BlockFlags(1, 4, 2)
     flags.device[0] = True
     flags.copied([BlockCopy(0, 0, 1)])
-    flags.moved([TransferStart(0, HOST, True, [BlockMove(0, 0, 0)]), TransferStart(1, HOST, False, [BlockMove(1, 2, 0)])])
+    flags.moved([TransferStart(0, HOST, True, [BlockMove(0, 0, 0)])])
+    flags.moved([TransferStart(1, HOST, False, [BlockMove(1, 2, 0)])])
     assert flags.device.tolist() == [True, False, False, False] and flags.few[0]

@@ -150,7 +150,7 @@ def test_a_head_that_was_not_fed_says_nothing_about_those_texts(target: Path, on
         assert again == go_on and llm.metrics()["spec_draft_tokens"] == before, "their blocks have holes"
         # Those that say the same again get drafts until such a block takes the place of their own.
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, [GREEDY] * 3, use_tqdm=False)] == want
-        other = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True, seed=7)  # it does not say the same again
+        other = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True, seed=7)  # which says something else
         llm.generate(prompts, [other] * 3, use_tqdm=False)
         assert llm.metrics()["spec_draft_tokens"] > 3 * before
         llm.check()
