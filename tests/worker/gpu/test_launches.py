@@ -111,10 +111,23 @@ def test_a_step_of_a_head_that_rests_launches_nothing_for_it(monkeypatch: pytest
     worker = worker_of(monkeypatch, QWEN3, head=True)
     assert rows in worker._runner.resting_rungs
     assert decode(worker, rows, rests=True) == plain
-    fed = decode(worker, rows)[0]
-    # What the fused kernels of few rows leave in memory is what is kept: no layer's launches are others.
-    assert [name for name in fed if name in plain[0]][: len(plain[0]) - 2] == plain[0][:-2]
-    assert len(fed) > len(plain[0])
+
+
+@pytest.mark.parametrize(("rows", "more"), [(1, []), (2, []), (4, ["sum"])])
+def test_what_a_head_reads_takes_one_launch_more_and_a_sum_where_the_stream_owes_one(
+    monkeypatch: pytest.MonkeyPatch, rows: int, more: list[str]
+) -> None:
+    """What the fused kernels of few rows leave in memory is what is kept: no layer's launches are others."""
+    from quire.kernels.triton import features
+
+    launched, _ = decode(worker_of(monkeypatch, QWEN3), rows)
+    worker = worker_of(monkeypatch, QWEN3, head=True)
+    worker.ops.pdl = True  # type: ignore[attr-defined]
+    worker._states._kernels = replace(worker._states._kernels, features=features)
+    fed, _ = decode(worker, rows)
+    assert [name for name in fed if name not in ("keep_projected", "sum", "clone")] == launched
+    assert [name for name in fed if name in ("keep_projected", "sum", "clone")] == [
+        *(["clone"] if more else []), *more * 2, "keep_projected"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("separate_rope", "layer"), [(False, MORE_ROWS), (True, DRAFTS)])
