@@ -159,6 +159,9 @@ class StepPlan:
     are told of such a step without a look at each entry. None: nothing is known. It does not cross to ranks."""
     drafts_follow: bool = field(default=False, compare=False, repr=False)
     """The next step will most likely ask for as many `device_drafts`: the worker may begin. It crosses to no rank."""
+    head_rests: bool = field(default=False, compare=False, repr=False)
+    """Nobody will ask a head for drafts after these tokens: the worker need not keep what it reads of them. It crosses
+    to no rank."""
 
     @property
     def num_tokens(self) -> int:
@@ -182,6 +185,9 @@ class EntryResult:
     """Of those, where they were a tree."""
     kept: tuple[int, ...] = ()
     """Nodes of that tree that were accepted, from the text on."""
+    undraftable: bool = False
+    """The worker's head has no drafts for this text, and never will: it was not fed (`StepPlan.head_rests`, which
+    crosses to no rank, and neither does this)."""
 
 
 @dataclass(slots=True)

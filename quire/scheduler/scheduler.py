@@ -246,6 +246,7 @@ class Scheduler:
         if self.speculator is not None:
             self.speculator.submitted(planned)
             plan.drafts_follow = self.speculator.drafts_follow
+            plan.head_rests = self.speculator.head_rests(planned)
         return plan
 
     def _add_transfers(self, plan: StepPlan) -> None:

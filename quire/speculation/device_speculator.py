@@ -56,6 +56,9 @@ _LOOK_AGAIN = 16
 _FIRST_STEPS = 4
 """Where steps overlap: steps with drafts whose times may be those of something that happened only once. Drafts that end
 after fewer are tried again at once."""
+_HOPELESS, _FEW = 0.85, 8
+"""Times the tokens per second without drafts below which drafts are given up for a text as a whole, and sequences of a
+step up to which feeding a head shows."""
 _LIKELY = 0.5
 """Chance of a draft from which on a try has one more."""
 
@@ -65,10 +68,11 @@ class DeviceSpeculator(Speculator):
 
     def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter,
                  own_kv: bool = False, tree: TreeShape | None = None, cuts: bool = False, gpu: bool = False,
-                 ahead: bool = False) -> None:
+                 ahead: bool = False, rests: bool = False) -> None:
         """`own_kv`: the model must have seen a sequence's whole text before it can guess (`skip_layers` need not).
         `cuts`: it ends a chain where it is unsure, so there may be fewer drafts than were asked for. `gpu`: it has
-        chains alone for sequences whose draws depend on their text. `ahead`: see `drafts_ahead`."""
+        chains alone for sequences whose draws depend on their text. `ahead`: see `drafts_ahead`. `rests`: it
+        reads hidden states that the target need not keep for it (`head_rests`)."""
         super().__init__(most, adaptive, clock)
         self.tree = tree
         self.drafts_ahead = ahead
@@ -117,11 +121,29 @@ class DeviceSpeculator(Speculator):
         self._next_probe = 0.0
         """Seconds without drafts after which they are tried again."""
         self._usual_answer = _USUAL_ANSWER
+        self._may_rest = rests and adaptive
+        self._hopeless = False
+        """Drafts were believed to be far from paying when it was last asked, for one sequence and for all of them."""
+        self._holed: set[Sequence] = set()
+        """Who gets no drafts any more: the model was not fed with all of its text."""
 
     @property
     def drafts_follow(self) -> bool:
         return (self.drafts_ahead and self._chosen > 0
                 and (not self.adaptive or not self._goes_without(self._since_plain + 1)))
+
+    def head_rests(self, planned: list[Planned]) -> bool:
+        """A head cannot catch up with what was not kept for it, so this gives drafts up for the sequences of the step.
+        Those that come later can have some: while it is time for a try, they are fed until it was made."""
+        load = self._in_flight[-1][0]
+        if not self._may_rest or not self._hopeless or self._chosen or load is None or load.drafts:
+            return False
+        sequences = [seq for seq, _, _ in planned]
+        if len(sequences) > _FEW or (self._is_time_to_try and self._looks_away <= 0
+                                     and not self._holed.issuperset(sequences)):
+            return False
+        self._holed.update(sequences)
+        return True
 
     def choose(self, decoding: list[Sequence], room: int) -> DraftChoice:
         if self._rests(decoding):
@@ -162,8 +184,9 @@ class DeviceSpeculator(Speculator):
         return self._drafts_of(sequences, count, shape)
 
     def _draftable(self, sequences: list[Sequence]) -> list[Sequence]:
-        """A grammar's masks after drafts must know them, and these are known in the worker only."""
-        found = [seq for seq in sequences if seq.request.start_grammar is None]
+        """A grammar's masks after drafts must know them, and these are known in the worker only. Nor has a text that
+        the model was not fed with."""
+        found = [seq for seq in sequences if seq.request.start_grammar is None and seq not in self._holed]
         self._all_cut = self._cuts and all(_likeliest_alone(seq) for seq in found)
         return found
 
@@ -185,6 +208,19 @@ class DeviceSpeculator(Speculator):
         if count and not self._chosen:
             self._remind = self._remind_next = _SOON
         self._chosen = count
+        self._hopeless = self._may_rest and not count and self._is_hopeless(1) and self._is_hopeless(judged_for)
+
+    def _is_hopeless(self, sequences: int) -> bool:
+        """Whether drafts would cost so many sequences much, by what is known of all texts."""
+        if not self.times.known or not self.drafting.known:
+            return False
+        plain = sequences / self.times.estimate(sequences)
+        chain, tokens, gap = self._odds.chain(self.most), float(sequences), self._gap(sequences)
+        for count in range(1, self.most + 1):
+            tokens += sequences * chain[count - 1]
+            if tokens / (self._seconds(sequences, sequences, count) + gap) > _HOPELESS * plain:
+                return False
+        return True
 
     def _drafts_of(self, sequences: list[Sequence], count: int, shape: TreeShape | None) -> dict[int, Drafts]:
         self._behind = 0
@@ -206,6 +242,10 @@ class DeviceSpeculator(Speculator):
         """All, where drafts pay: those in flight for their token, and for drafts of others to be judged, to go on with
         them. Where it is time to try one, that one; with steps that overlap nobody else would ever be without a token
         in flight."""
+        if self._holed:
+            able = [seq for seq in able if seq not in self._holed]
+            if not able:
+                self._judged_for = 0  # whoever comes next is another
         pending = [seq for seq in able if seq.num_pending]
         self._some_pending = bool(pending)
         pays = self._chosen > 0 or not self.adaptive
@@ -417,6 +457,9 @@ class DeviceSpeculator(Speculator):
         """Where a chain was cut, a draft that was not offered has not hit: what counts is what asking for it brings."""
         if not entry.device_drafts:
             return
+        if result.undraftable:
+            self._holed.add(seq)
+            self._judged_for = None
         depth = len(offered_by_depth(result))
         if self._cuts and not result.parents and not entry.draft_depth:
             depth = entry.device_drafts
@@ -430,6 +473,7 @@ class DeviceSpeculator(Speculator):
     def forget(self, seq: Sequence) -> None:
         self._followed.pop(seq, None)
         self._seen.pop(seq, None)
+        self._holed.discard(seq)
         self._looks_away = 0
         self._usual_answer += _FOLLOW_ANSWERS * (len(seq.tokens) - seq.num_prompt_tokens - self._usual_answer)
 

@@ -87,6 +87,10 @@ class Speculator(ABC):
         """The sequences that have just been given drafts will most likely get as many in the next step."""
         return False
 
+    def head_rests(self, planned: list[Planned]) -> bool:
+        """Nobody will ask for drafts after the tokens of this step, which was just submitted."""
+        return False
+
     # ---- before a step
 
     def choose(self, decoding: list[Sequence], room: int) -> DraftChoice:

@@ -13,7 +13,8 @@ from quire.kernels.types import LayerCache, StepContext
 from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
 from quire.models.spec import DecoderSpec
-from quire.scheduler.plan import DEVICE, BlockCopy, PlanEntry, TransferStart
+from quire.scheduler.plan import BlockCopy, PlanEntry, TransferStart
+from quire.worker.block_flags import BlockFlags
 from quire.worker.drafter import NoKV
 from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
@@ -36,45 +37,28 @@ class DraftProgress:
         self._table = table
         """Block tables of the group, as the last plan left them."""
         self._block_size = block_size
-        self._group = group
-        self._filled = {DEVICE: np.zeros(num_blocks, np.bool_)}
+        self._filled = BlockFlags(group, num_blocks, num_host_blocks)
         """Blocks whose every token has KV of the draft model."""
-        self._flags = self._filled[DEVICE].data
-        """The same memory: a few of them are set at a fraction of what numpy takes, which lets go of the interpreter
-        meanwhile and may not get it back at once."""
-        self._num_host_blocks = num_host_blocks
         self._computed: dict[int, int] = {}
         """By row: tokens that the draft model has KV for; absent: as many as its blocks say."""
 
     # ---- what the blocks hold
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
-        for copy in copies:
-            if copy.group == self._group:
-                self._filled[DEVICE][copy.target] = self._filled[DEVICE][copy.source]
+        self._filled.copied(copies)
 
     def moved(self, transfers: Sequence[TransferStart]) -> None:
         """What is filled stays so on its way. Of what does not arrive the target computes the KV again, and then it
         counts as not filled."""
-        device = self._filled[DEVICE]
-        for transfer in transfers:
-            tier = self._tier(transfer.tier)
-            for move in transfer.moves:
-                if move.group == self._group and transfer.out:
-                    tier[move.tier] = device[move.device]
-                elif move.group == self._group:
-                    device[move.device] = tier[move.tier]
+        self._filled.moved(transfers)
 
-    def _tier(self, name: str) -> np.ndarray:
-        return self._filled.setdefault(name, np.zeros(self._num_host_blocks, np.bool_))
-
-    def written(self, entries: Sequence[PlanEntry]) -> None:
-        """The target is about to write these tokens' KV."""
-        size, table, flags = self._block_size, self._table, self._flags
+    def written(self, entries: Sequence[PlanEntry], left_out: bool = False) -> None:
+        """The target is about to write these tokens' KV. `left_out`: and keeps no hidden states of them."""
+        size, table, flags = self._block_size, self._table, self._filled.few
         for entry in entries:
             row, first, end = entry.row, entry.start // size, -(-(entry.start + entry.num_tokens) // size)
             if end - first > _FEW_BLOCKS:
-                self._filled[DEVICE][table[row, first:end]] = False
+                self._filled.device[table[row, first:end]] = False
             elif entry.num_tokens:
                 for place in range(first, end):
                     flags[table.item(row, place)] = False
@@ -94,17 +78,21 @@ class DraftProgress:
         """(start, tokens) to compute before the model can say what follows `entry.start`, that one included."""
         start = self._computed.get(entry.row)
         if start is None:
-            filled = self._filled[DEVICE][self._table[entry.row, : entry.start // self._block_size]]
+            filled = self._filled.device[self._table[entry.row, : entry.start // self._block_size]]
             start = self._block_size * (len(filled) if filled.all() else int(filled.argmin()))
         # The last token is computed in any case: its logits are wanted.
         self._computed[entry.row] = start = min(start, entry.start)
         return start, entry.start + 1 - start
 
+    def refuses(self, entry: PlanEntry) -> bool:
+        """Whether something that the model reads of the text before `entry.start` is missing, and will be for good."""
+        return False
+
     def computed(self, entry: PlanEntry) -> None:
         """The draft model has KV of these tokens now."""
         self._computed[entry.row] = end = entry.start + entry.num_tokens
         first = entry.start // self._block_size
-        self._filled[DEVICE][self._table[entry.row, first : end // self._block_size]] = True
+        self._filled.device[self._table[entry.row, first : end // self._block_size]] = True
 
 
 class SmallerModel:

@@ -18,7 +18,7 @@ if torch.cuda.is_available():
     from tests.kernels.triton.test_features import check_features
     from tests.worker.gpu.drafting import accepted, looping, remembering
     from tests.worker.gpu.engines import MAX_LEN, SEQS, make_engine, run
-    from tests.worker.gpu.head_cases import TARGETS, asked, faint
+    from tests.worker.gpu.head_cases import TARGETS, Pause, asked, faint
     from tests.worker.gpu.test_ahead import check_drafts_ahead, simple
 
 KINDS = ("eagle", "eagle3", "mtp")
@@ -73,6 +73,16 @@ def test_drafts_change_no_bit_and_are_made_by_replayed_graphs(kind: str) -> None
     runner = core.executor._worker._runner.drafter.runner
     assert 0 < kept < offered
     assert runner.replays > 20 and runner._wide_graphs.replays + runner._ahead_graphs.replays > 5
+    core.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_rests_changes_no_bit_and_nothing_is_kept_for_it(kind: str) -> None:
+    core = engine(kind, **asked(kind))
+    pause, runner = Pause(core.scheduler.speculator, 4, 12, tells=True), core.executor._worker._runner
+    assert told(core, looping(12)) == plain(kind, looping, 12)
+    assert runner.resting_graphs.replays == pause.rested > 0
+    assert len(runner.resting_graphs) == len(runner.resting_rungs)
     core.close()
 
 

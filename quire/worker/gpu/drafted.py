@@ -45,6 +45,8 @@ class Drafted:
     """Of every entry, where some are trees that the device has grown: how deep its tree may be; 0: it has a chain."""
     grown_parents: Tensor | None = None
     """int32, as `tokens`: of the drafts of such trees. Where there are fewer nodes the token is -1."""
+    refused: set[int] = field(default_factory=set)
+    """Entries for which there are none and never will be: what the model reads of their text is missing."""
 
     @classmethod
     def known(cls, entries: Sequence[PlanEntry]) -> Drafted:
@@ -66,10 +68,9 @@ class Drafted:
         return found
 
     @classmethod
-    def grown(cls, entries: Sequence[PlanEntry], table: DeviceTable, parents: Tensor, passes: list[DraftPass]
-              ) -> Drafted:
+    def grown(cls, entries: Sequence[PlanEntry], table: DeviceTable, parents: Tensor, chains: Drafted) -> Drafted:
         """The same, some of them trees. `parents`: of the rows of the step, in which drafts follow the token before
-        them; of chains they say nothing."""
+        them; of chains they say nothing. `chains`: what was known before trees had grown."""
         counts = [entry.num_drafts for entry in entries]
         found = cls.read(entries, counts, table)
         rows = [row for row, fresh in enumerate(place for count in counts for place in range(1 + count)) if fresh]
@@ -78,7 +79,7 @@ class Drafted:
         deep = [entry.draft_depth > 0 for entry in entries for _ in range(entry.num_drafts)]
         missing = send(deep, torch.bool, parents.device) & (mine == NO_NODE)
         found.tokens, found.grown_parents = torch.where(missing, -1, found.tokens), mine
-        found.passes = passes
+        found.passes, found.refused = chains.passes, chains.refused
         return found
 
     def is_tree(self, entry: int) -> bool:

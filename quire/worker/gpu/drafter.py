@@ -158,11 +158,15 @@ class DeviceDrafter:
         for entry in plan.entries:
             # What was drafted beyond this was refused: a sequence goes on only when its drafts were judged.
             progress.kept(entry.row, entry.start)
-        progress.written(plan.entries)
+        progress.written(plan.entries, plan.head_rests)
 
     def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]:
         """The entries with the number of drafts each gets (0 while the model is behind), and the drafts. Those of trees
         are not among these yet: they have grown, and whoever stages the target's step gets them."""
+        refused = self._refused(entries)
+        if refused:
+            entries = [replace(entry, device_drafts=0, draft_depth=0, num_tokens=1) if i in refused else entry
+                       for i, entry in enumerate(entries)]
         counts = [0] * len(entries)
         there = [1] * len(entries)
         """Drafts that each has after the first pass."""
@@ -192,10 +196,16 @@ class DeviceDrafter:
                   if entry.device_drafts and not entry.draft_depth else entry
                   for entry, count in zip(entries, counts, strict=True)]
         drafted = Drafted.read(entries, counts, table)
-        drafted.passes = self.runner.passes
+        drafted.passes, drafted.refused = self.runner.passes, refused
         if any(entry.draft_depth for entry in entries):
             filled = self._grown(filled)
         return filled, drafted
+
+    def _refused(self, entries: Sequence[PlanEntry]) -> set[int]:
+        progress = self._progress
+        if progress is None:
+            return set()
+        return {i for i, entry in enumerate(entries) if entry.device_drafts and progress.refuses(entry)}
 
     def _grown(self, entries: Sequence[PlanEntry]) -> list[PlanEntry]:
         """Trees for the entries that ask for some, and none while the model is behind."""

@@ -68,6 +68,8 @@ class KeptStates:
 class WatchedPasses(DevicePasses):
     """The target's passes: of every token that it computes, what its head reads is kept."""
 
+    is_watched = True
+
     def __init__(self, decoder: Decoder, ranks: DeviceRanks | None, head: DraftHead, states: KeptStates) -> None:
         super().__init__(decoder, ranks)
         self._head = head

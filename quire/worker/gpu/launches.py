@@ -70,11 +70,11 @@ class StepLaunches:
     def scatter_staged(self, stage: Stage, sent: Tensor) -> None:
         self._kernels.scatter(self._table.arena, stage.view(sent, "places"), stage.view(sent, "values"))
 
-    def decode(self, rung: int, separate_rope: bool, long: bool = False) -> None:
+    def decode(self, rung: int, separate_rope: bool, long: bool = False, rests: bool = False) -> None:
         """A decode step of `rung` rows, all on fixed addresses. `separate_rope`: rotation and KV write run in a kernel
         before attention, not inside it. Steps with drafts need that, since a draft's query sees keys of other rows of
         the step; of few rows in chains, an attention that knows of them (`DeviceContext.drafted`) does both. `long`:
-        see `decode_lengths`."""
+        see `decode_lengths`. `rests`: nothing is kept for a draft head."""
         b = self.buffers
         rows, lengths = b.rows[:rung], b.lengths[:rung]
         slots = tuple(slot[:rung] for slot in b.slots)
@@ -82,7 +82,8 @@ class StepLaunches:
         self._gather(rows, b.positions[:rung], ids, positions, slots, lengths)
         starts = b.query_start[: rung + 1]
         ctx = self._contexts.decode(rows, positions, starts, lengths, slots, separate_rope, self.caches, long=long)
-        hidden = self.passes.forward(ids, ctx, self.caches, rows, b.positions[:rung])
+        forward = self.passes.unwatched if rests else self.passes.forward
+        hidden = forward(ids, ctx, self.caches, rows, b.positions[:rung])
         if self.draws:
             self.draw(self.passes.logits(hidden, ctx, b.logits[:rung]), rows, lengths, b.ring)
         self.passes.settle()
@@ -92,6 +93,10 @@ class StepLaunches:
     def decode_long(self, rung: int, separate_rope: bool = False) -> None:
         """A decode step of rows with many keys, without drafts."""
         self.decode(rung, False, long=True)
+
+    def decode_resting(self, rung: int, separate_rope: bool = False) -> None:
+        """A decode step without drafts, of a target whose head rests."""
+        self.decode(rung, False, rests=True)
 
     def decode_last(self, wide: DecodeBuffers, rung: int, span: int) -> None:
         """Up to `span` tokens of each of `rung` sequences, every one a row of a decode step, staged in `wide`. Draws

@@ -45,6 +45,9 @@ class DeviceRanks:
 class DevicePasses:
     """This rank's part of each pass; with one rank it is the decoder's own."""
 
+    is_watched = False
+    """What a draft head reads is kept of every token."""
+
     def __init__(self, decoder: Decoder, ranks: DeviceRanks | None) -> None:
         self.decoder: Decoder | DraftHead = decoder
         self._decoder = decoder
@@ -64,6 +67,12 @@ class DevicePasses:
         if not self.place.is_last:
             _known(after).send(stream.settled())
         return stream
+
+    def unwatched(
+        self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], rows: Tensor, places: Tensor
+    ) -> ResidualStream:
+        """As `forward`, but nothing is kept of it for a draft head."""
+        return DevicePasses.forward(self, ids, ctx, caches, rows, places)
 
     def forward_nodes(
         self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], rows: Tensor, places: Tensor, after: Tensor

@@ -171,6 +171,8 @@ def _judged(drafted: Drafted, places: list[EntryResult]) -> list[EntryResult]:
     for (mine, parents), count in zip(drafted.trees_by_entry(), drafted.counts, strict=True):
         results.append(along_drafts(mine, places[first : first + 1 + len(mine)], parents))
         first += 1 + count
+    for i in drafted.refused:
+        results[i].undraftable = True
     return results
 
 

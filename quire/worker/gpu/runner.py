@@ -41,6 +41,10 @@ from quire.worker.gpu.staging import Stage
 from quire.worker.gpu.table import NOTHING, DeviceTable
 from quire.worker.gpu.trees import TreeSteps, as_chain, nodes_as_decodes
 
+MOST_RESTING = 8
+"""Rows of a decode step that may leave out what a draft head reads: what that takes shows in small steps, and every
+size is a captured graph more."""
+
 
 class DeviceRunner:
     """Executes plans on one device, decides nothing and never waits for the device."""
@@ -78,12 +82,16 @@ class DeviceRunner:
             passes = DevicePasses(decoder, ranks)
         self.launches = StepLaunches(passes, table, self.contexts, max(max_num_seqs, least_rows), advance)
         self.rungs = ladder(max_num_seqs)
+        self.resting_rungs = [rung for rung in self.rungs if rung <= MOST_RESTING] if passes.is_watched else []
+        """Of decode steps that can do without what a draft head reads."""
         # Steps with drafts are never padded to these, so rows that are there for drafts need no shapes.
         mixed = self.contexts.mixed_rungs(decoder, min(max_num_seqs, table.num_rows), mixed_tokens)
         self.contexts.reserve({*self.rungs, *([] if mixed is None else mixed.decode_counts)})
         self.graphs = GraphCache(device, self.launches.decode) if use_graphs and device.type == "cuda" else None
         self.long_graphs = None if self.graphs is None else GraphCache(
             device, self.launches.decode_long, self.graphs.pool)
+        self.resting_graphs = None if self.graphs is None or self.resting_rungs == [] else GraphCache(
+            device, self.launches.decode_resting, self.graphs.pool)
         # Of a draft model nobody has measured it.
         self._long_rungs = [] if advance else self.contexts.long_rungs(self.rungs)
         self.sampled = self.launches.sampled_steps(None if self.graphs is None else self.graphs.pool)
@@ -104,10 +112,10 @@ class DeviceRunner:
 
     def close(self) -> None:
         """Let go of graphs and caches: the graphs' launches hold all the memory."""
-        for graphs in (self.graphs, self.long_graphs, self.padded, self.sampled, self.trees):
+        for graphs in (self.graphs, self.long_graphs, self.resting_graphs, self.padded, self.sampled, self.trees):
             if graphs is not None:
                 graphs.close()
-        self.graphs = self.long_graphs = self.padded = self.trees = None
+        self.graphs = self.long_graphs = self.resting_graphs = self.padded = self.trees = None
         self.caches = []
 
     def capture(self, max_num_seqs: int) -> None:
@@ -127,12 +135,16 @@ class DeviceRunner:
         self.graphs.capture([rung for rung in self.rungs if rung <= last])
         if self.long_graphs is not None:
             self.long_graphs.capture(self._long_rungs)
+        if self.resting_graphs is not None:
+            self.resting_graphs.capture(self.resting_rungs)
 
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch everything; the tokens will be in the returned tensors once the device gets there."""
         self.launches.scatter(*self._table.take_learned())
         plan = _with_chains(plan) if self.trees is None else self.trees.chains(plan)
         places, values = self._table.apply(plan)
+        if plan.head_rests and not self._may_rest(plan.entries):
+            plan = replace(plan, head_rests=False)
         if self.drafter is not None:
             self.drafter.follow(plan)
         if not plan.entries:
@@ -154,6 +166,16 @@ class DeviceRunner:
             pending.drafts = drafted
         return pending
 
+    def _may_rest(self, entries: Sequence[PlanEntry]) -> bool:
+        """Whether there is a step for these that keeps nothing for a draft head."""
+        return (bool(entries) and is_decode(entries) and len(entries) <= max(self.resting_rungs, default=0)
+                and not any(entry.num_drafts for entry in entries) and not self._is_long(entries))
+
+    def _is_long(self, entries: Sequence[PlanEntry]) -> bool:
+        """Of a decode step without drafts."""
+        return (rung_for(self.rungs, len(entries)) in self._long_rungs
+                and is_long([entry.start for entry in entries]))
+
     def draft_on(self, pending: PendingStep) -> bool:
         """Launch drafts for the step after one that is under way, if whoever proposes can do so before its drafts are
         judged on the host; True if anything was launched."""
@@ -174,7 +196,7 @@ class DeviceRunner:
         if drafted is None:
             drafted = Drafted.known(entries)
         elif any(entry.draft_depth for entry in entries):
-            drafted = Drafted.grown(entries, self._table, trees.parents, drafted.passes)
+            drafted = Drafted.grown(entries, self._table, trees.parents, drafted)
         trees.launch(entries)
         count, drawn = len(rows), self.launches.drawn[slot]
         pending = PendingStep(plan.step, count, range(count), drawn[:count])
@@ -210,16 +232,18 @@ class DeviceRunner:
         else:
             stage.send(self._device, buffers.stage)
             self.launches.scatter(places, values)
-        return self.launch_staged(plan.entries, plan.step, drafted)
+        return self.launch_staged(plan.entries, plan.step, drafted, plan.head_rests)
 
-    def launch_staged(self, entries: Sequence[PlanEntry], step: int, drafted: Drafted | None) -> PendingStep:
-        """The decode step whose rows and positions are staged."""
+    def launch_staged(
+        self, entries: Sequence[PlanEntry], step: int, drafted: Drafted | None, rests: bool = False
+    ) -> PendingStep:
+        """The decode step whose rows and positions are staged. `rests`: see `StepLaunches.decode`."""
         count, drawn = len(entries), self.launches.drawn[step % RING]
         rung = rung_for(self.rungs, count)
         # A draft's query sees keys of other rows of this step: all keys must be written before attention starts.
         drafts = self.contexts.fuse_rope and drafted is not None
-        long = drafted is None and rung in self._long_rungs and is_long([entry.start for entry in entries])
-        self.launch_decode(rung, drafts, long)
+        long = drafted is None and self._is_long(entries)
+        self.launch_decode(rung, drafts, long, rests)
         if not self.launches.draws:
             return self._nothing_drawn(step)
         pending = PendingStep(step, count, range(count), drawn[:count])
@@ -227,13 +251,15 @@ class DeviceRunner:
         self.draws.draw(DrawnStep(pending, entries, range(count), logits, drawn, step % RING, drafted))
         return pending
 
-    def launch_decode(self, rung: int, separate_rope: bool = False, long: bool = False) -> None:
+    def launch_decode(
+        self, rung: int, separate_rope: bool = False, long: bool = False, rests: bool = False
+    ) -> None:
         """A decode step of so many rows, as they are staged (see `StepLaunches.decode`)."""
-        graphs = self.long_graphs if long else self.graphs
+        graphs = self.resting_graphs if rests else self.long_graphs if long else self.graphs
         if graphs is not None and self._replays:
             graphs.run(rung, separate_rope)
         else:
-            self.launches.decode(rung, separate_rope, long)
+            self.launches.decode(rung, separate_rope, long, rests)
 
     # ---- steps of any shape
 

@@ -46,6 +46,7 @@ from quire.worker.gpu.speculation import Speculation
 from quire.worker.gpu.table import DeviceTable, DraftView
 from quire.worker.gpu.trees import TreeSteps
 from quire.worker.gpu.weights import build_on_device, random_weights
+from quire.worker.head_progress import HeadProgress
 from quire.worker.memory import PoolSize, available_memory, draft_group, groups_with_draft, size_host_tier
 from quire.worker.transfer import KVTransfer
 
@@ -330,8 +331,9 @@ class GpuWorker:
                 self._states.connect(kept)
                 if self._runner.trees is not None:
                     self._runner.trees.also_moves(kept, group)
-            progress = DraftProgress(self.table.host_tables[group], cache.block_size, group, self.pool.num_blocks,
-                                     self.pool.num_host_blocks)
+            kind = HeadProgress if isinstance(drafting, HeadRunner) else DraftProgress
+            progress = kind(self.table.host_tables[group], cache.block_size, group, self.pool.num_blocks,
+                            self.pool.num_host_blocks)
         else:
             drafting.caches = [self._cache.layers[index] for index in self._kept_layers]
         ahead = None

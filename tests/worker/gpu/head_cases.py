@@ -13,7 +13,10 @@ from quire.models.decoder import Decoder
 from quire.models.heads.build import read_head
 from quire.models.heads.head import DraftHead
 from quire.models.heads.mtp import read_mtp
+from quire.speculation.choice import DraftChoice
+from quire.speculation.device_speculator import DeviceSpeculator
 from quire.speculation.options import SpeculationOptions
+from quire.speculation.speculator import Speculator
 from tests.checkpoints import _BASE
 from tests.worker.gpu.engines import QWEN3
 
@@ -65,3 +68,32 @@ def asked(kind: str, drafts: int = 3, verifier: str = "coupled", tree: dict[str,
     options = SpeculationOptions.parse({**method, "num_speculative_tokens": drafts, "adaptive": False,
                                         "verifier": verifier, **more})
     return {"speculation": options, "head": random_head(kind), "weights": faint}
+
+
+class Pause:
+    """Drafts always, but none in some steps, in which the head is not fed either."""
+
+    def __init__(self, speculator: Speculator | None, first: int, last: int, tells: bool) -> None:
+        """`tells`: the speculator remembers whom it gave up; else it asks for drafts that nobody can make."""
+        assert isinstance(speculator, DeviceSpeculator)
+        self.asked_after = 0
+        """Sequences for which drafts were asked after the pause."""
+        self.rested = self._step = 0
+        self._span, self._tells, self._speculator = range(first, last), tells, speculator
+        self._choose, speculator.choose = speculator.choose, self.choose  # type: ignore[method-assign]
+        speculator.head_rests = self.head_rests  # type: ignore[method-assign]
+
+    def choose(self, decoding: list[Any], room: int) -> DraftChoice:
+        if self._step in self._span:
+            return DraftChoice()
+        found = self._choose(decoding, room)
+        self.asked_after += len(found.drafts) if self._step >= self._span.stop else 0
+        return found
+
+    def head_rests(self, planned: list[Any]) -> bool:
+        self._step += 1
+        rests = self._step - 1 in self._span and all(entry.decodes for _, entry, _ in planned)
+        if rests and self._tells:
+            self._speculator._holed.update(seq for seq, _, _ in planned)
+        self.rested += rests
+        return rests

@@ -23,6 +23,7 @@ from tests import test_eagle, test_mtp
 from tests.eagle_heads import PlainHead, target_states
 from tests.test_eagle import PROMPTS, eagle
 from tests.test_speculation import params
+from tests.worker.gpu.head_cases import Pause
 
 target = test_eagle.target
 plain = test_eagle.plain
@@ -126,6 +127,41 @@ def test_drafts_are_those_of_the_reference(target: Path, on_device: None, kind: 
         assert list(drafts) == head.drafts(text, features[whole], len(drafts))
         checked += 1
     assert checked > 60
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_head_that_was_not_fed_says_nothing_about_those_texts(target: Path, on_device: None, kind: str,
+                                                                tells: bool) -> None:
+    """Neither about what goes on after them. Other texts get the drafts that they would have had."""
+    prompts, torches = [prompt[:30] for prompt in PROMPTS[:3]], torch.get_num_threads()
+    options = {**eagle(target / kind), "block_size": 4, "max_num_batched_tokens": 200, "max_steps_in_flight": 1}
+    with LLM(str(target), skip_tokenizer_init=True, num_threads=1, block_size=4) as llm:
+        want = [o.outputs[0].token_ids for o in llm.generate(prompts, [GREEDY] * 3, use_tqdm=False)]
+        texts = [list(prompt) + list(tokens) for prompt, tokens in zip(prompts, want, strict=True)]
+        go_on = [o.outputs[0].token_ids for o in llm.generate(texts, [GREEDY] * 3, use_tqdm=False)]
+    with LLM(str(target), skip_tokenizer_init=True, num_threads=1, **options) as llm:
+        seen, pause = drafts_of(llm), Pause(llm._core.scheduler.speculator, 3, 7, tells)
+        found = [o.outputs[0].token_ids for o in llm.generate(prompts, [GREEDY] * 3, use_tqdm=False)]
+        before = llm.metrics()["spec_draft_tokens"]
+        assert found == want and pause.rested == 4 and before
+        assert pause.asked_after == (0 if tells else 3), "who asked in vain was told so, and did not ask again"
+        again = [o.outputs[0].token_ids for o in llm.generate(texts, [GREEDY] * 3, use_tqdm=False)]
+        assert again == go_on and llm.metrics()["spec_draft_tokens"] == before, "their blocks have holes"
+        # Those that say the same again get drafts until such a block takes the place of their own.
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, [GREEDY] * 3, use_tqdm=False)] == want
+        other = SamplingParams(temperature=0.9, max_tokens=24, ignore_eos=True, seed=7)  # which says something else
+        llm.generate(prompts, [other] * 3, use_tqdm=False)
+        assert llm.metrics()["spec_draft_tokens"] > 3 * before
+        llm.check()
+    torch.set_num_threads(1)
+    head = PlainHead(target / kind, target)
+    features = [head.features(target_states(target, text)) for text in texts]
+    torch.set_num_threads(torches)
+    for text, drafts in seen.items():
+        whole = next(i for i, each in enumerate(texts) if tuple(each[: len(text)]) == text)
+        assert list(drafts) == head.drafts(text, features[whole], len(drafts))
+    assert seen
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

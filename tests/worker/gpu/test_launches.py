@@ -14,12 +14,17 @@ import torch
 from quire.config import CacheConfig
 from quire.kernels.decode_lengths import is_long
 from quire.models.build import build_decoder, dummy_weights
+from quire.models.decoder import Decoder
+from quire.models.heads.build import read_head
+from quire.models.heads.head import DraftHead
 from quire.scheduler.plan import PlanEntry
+from quire.speculation.options import SpeculationOptions
 from quire.worker.gpu import worker as worker_module
 from quire.worker.gpu.contexts import StepContexts
 from quire.worker.gpu.drafted import Drafted
 from quire.worker.gpu.options import DeviceOptions
 from quire.worker.gpu.runner import DeviceRunner
+from quire.worker.gpu.speculation import Speculation
 from quire.worker.gpu.worker import GpuWorker
 from tests.worker.gpu import engines
 from tests.worker.gpu.launches import names, recorded
@@ -40,7 +45,19 @@ SANDWICH = ["rms_norm", "linear", "rope_cache", "decode", "linear", "rms_norm", 
             "rms_norm", "linear", "act_mul", "linear", "rms_norm", "add"]  # fmt: skip
 
 
-def worker_of(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], deterministic: bool = False) -> GpuWorker:
+def eagle3(target: Decoder, device: torch.device, max_model_len: int) -> DraftHead:
+    """A head that reads the states of three layers."""
+    shapes = {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"],
+              "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}  # fmt: skip
+    spec = read_head({**QWEN3, **shapes}, target.spec)
+    head = DraftHead(spec, target, max_model_len)
+    head.load({name: torch.zeros(size, dtype=torch.bfloat16) for name, size in spec.parameters().items()}, None)
+    return head
+
+
+def worker_of(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], deterministic: bool = False, head: bool = False
+) -> GpuWorker:
     """As it is on a GPU in bfloat16, on tensors of the CPU."""
     if torch.cuda.is_available():
         pytest.skip("the recorder stands in for Triton's interpreter")
@@ -54,11 +71,12 @@ def worker_of(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], determini
                             pad_mixed=False)  # fmt: skip
     ops = TritonOps("cpu", torch.bfloat16, deterministic=deterministic)
     cache = CacheConfig(block_size=8, num_kv_blocks=16)
-    return GpuWorker(config, dummy_weights(config), cache, options, ops=ops)
+    asked = Speculation(SpeculationOptions.parse({"method": "eagle", "model": "given"}), head=eagle3) if head else None
+    return GpuWorker(config, dummy_weights(config), cache, options, ops=ops, speculation=asked)
 
 
 def decode(
-    worker: GpuWorker, rows: int, separate_rope: bool = False, long: bool = False
+    worker: GpuWorker, rows: int, separate_rope: bool = False, long: bool = False, rests: bool = False
 ) -> tuple[list[str], list[str]]:
     """(kernels and operations, allocations) from the embedding to the logits."""
     launches = worker._runner.launches
@@ -69,7 +87,7 @@ def decode(
 
     launches._kernels = replace(launches._kernels, gather_inputs=gather, draw=lambda *_: found.append("draw"))
     with torch.inference_mode(), recorded() as found:
-        launches.decode(rows, separate_rope, long)
+        launches.decode(rows, separate_rope, long, rests)
     first = next(i for i, entry in enumerate(found) if entry.startswith("embedding"))
     found = found[first : found.index("draw")]
     return names(found), [entry for entry in found if entry.startswith(("empty", "new_empty"))]
@@ -85,6 +103,31 @@ def test_two_rows_are_fused_in_the_same_places(monkeypatch: pytest.MonkeyPatch) 
     launched, _ = decode(worker_of(monkeypatch, QWEN3), 2)
     few = ["vector", "rope_decode", "vector", "vector", "vector"]
     assert launched == ["embedding", *few, *few, "vector"]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_a_step_of_a_head_that_rests_launches_nothing_for_it(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    plain = decode(worker_of(monkeypatch, QWEN3), rows)
+    worker = worker_of(monkeypatch, QWEN3, head=True)
+    assert rows in worker._runner.resting_rungs
+    assert decode(worker, rows, rests=True) == plain
+
+
+@pytest.mark.parametrize(("rows", "more"), [(1, []), (2, []), (4, ["sum"])])
+def test_what_a_head_reads_takes_one_launch_more_and_a_sum_where_the_stream_owes_one(
+    monkeypatch: pytest.MonkeyPatch, rows: int, more: list[str]
+) -> None:
+    """What the fused kernels of few rows leave in memory is what is kept: no layer's launches are others."""
+    from quire.kernels.triton import features
+
+    launched, _ = decode(worker_of(monkeypatch, QWEN3), rows)
+    worker = worker_of(monkeypatch, QWEN3, head=True)
+    worker.ops.pdl = True  # type: ignore[attr-defined]
+    worker._states._kernels = replace(worker._states._kernels, features=features)
+    fed, _ = decode(worker, rows)
+    assert [name for name in fed if name not in ("keep_projected", "sum", "clone")] == launched
+    assert [name for name in fed if name in ("keep_projected", "sum", "clone")] == [
+        *(["clone"] if more else []), *more * 2, "keep_projected"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("separate_rope", "layer"), [(False, MORE_ROWS), (True, DRAFTS)])
@@ -164,7 +207,7 @@ def test_a_step_with_many_keys_is_launched_as_one_but_not_of_a_draft_model(
 ) -> None:
     """Whose decode steps move on: a graph captured in passing would do so twice."""
     runner = worker_of(monkeypatch, QWEN3)._runner
-    asked: list[tuple[int, bool, bool]] = []
+    asked: list[tuple[int, bool, bool, bool]] = []
     monkeypatch.setattr(runner, "launch_decode", lambda *given: asked.append(given))
     monkeypatch.setattr(runner.draws, "draw", lambda step: None)
     monkeypatch.setattr(StepContexts, "long_rungs", lambda self, rungs: [1])
@@ -176,7 +219,7 @@ def test_a_step_with_many_keys_is_launched_as_one_but_not_of_a_draft_model(
         return
     for start, drafted in ((20_000, None), (20_000, Drafted([0], [(0, 1)], torch.zeros(0))), (40, None)):
         runner.launch_staged([PlanEntry(0, start, 1, sample=True)], 0, drafted)
-    assert [long for _, _, long in asked] == [True, False, False]
+    assert [long for _, _, long, _ in asked] == [True, False, False]
 
 
 def test_deterministic_steps_are_not_fused_with_gemms_without_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

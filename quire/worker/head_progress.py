@@ -1,0 +1,52 @@
+"""What a draft head has computed, and of which tokens it never can: their hidden states were not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.scheduler.plan import BlockCopy, PlanEntry, TransferStart
+from quire.worker.block_flags import BlockFlags
+from quire.worker.draft_models import DraftProgress
+
+
+class HeadProgress(DraftProgress):
+    """While drafts do not pay, the target's steps may leave out what a head reads. It cannot be made up for later, so
+    whoever's text has such a hole gets no drafts. A hole belongs to its block, for whoever finds that by its prefix."""
+
+    def __init__(self, table: np.ndarray, block_size: int, group: int, num_blocks: int, num_host_blocks: int) -> None:
+        super().__init__(table, block_size, group, num_blocks, num_host_blocks)
+        self._holes = BlockFlags(group, num_blocks, num_host_blocks)
+        """Blocks in which the hidden state of some token is missing."""
+        self._any = False
+        """There were holes at some time."""
+
+    def copied(self, copies: Sequence[BlockCopy]) -> None:
+        super().copied(copies)
+        self._holes.copied(copies)
+
+    def moved(self, transfers: Sequence[TransferStart]) -> None:
+        super().moved(transfers)
+        self._holes.moved(transfers)
+
+    def written(self, entries: Sequence[PlanEntry], left_out: bool = False) -> None:
+        super().written(entries)
+        self._any = self._any or left_out
+        if not self._any:
+            return
+        size, table, few = self._block_size, self._table, self._holes.few
+        for entry in entries:
+            end = entry.start + entry.num_tokens
+            if left_out:
+                few[table.item(entry.row, entry.start // size)] = True  # a decode step: one token
+            elif end - entry.start > 1:
+                # Blocks that it begins. Of one that was begun before, a hole stays.
+                self._holes.device[table[entry.row, -(-entry.start // size) : -(-end // size)]] = False
+            elif entry.num_tokens and not entry.start % size:
+                few[table.item(entry.row, entry.start // size)] = False
+
+    def refuses(self, entry: PlanEntry) -> bool:
+        """A block with a hole may also have taken the place of one with the same text that the head has computed."""
+        blocks = -(-entry.start // self._block_size)
+        return self._any and bool(self._holes.device[self._table[entry.row, :blocks]].any())
