@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.attention import prefill_libraries
 from quire.attention.backend import FreshPrompts, PrefillLibrary
+from quire.errors import InvariantError
 from quire.kernels.triton import hopper_prefill
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
 from quire.kernels.triton.attention_few import MOST_DRAFTED as MOST_DRAFTED
@@ -317,7 +318,10 @@ class TritonAttention:
         if ctx.row_tiles is not None and ctx.row_tiles[0].shape[0]:
             fresh_attention(qkv, ctx.query_start, *ctx.row_tiles, shape, scale, out=out, sizes=_ROWS)
         if ctx.tile_seq is not None and ctx.tile_seq.shape[0] and ctx.tile_first is not None:
-            self._tiles(qkv, cache, table, ctx, (ctx.tile_seq, ctx.tile_first), shape, scale, options)
+            raw = None
+            if turn is not None and self.deterministic:
+                raw = hopper_prefill.RawHeads(turn, ctx.positions, ctx.slots[group])
+            self._tiles(qkv, cache, table, ctx, (ctx.tile_seq, ctx.tile_first), shape, scale, raw, options)
         return out
 
     def _prefill(
@@ -334,18 +338,21 @@ class TritonAttention:
 
     def _tiles(
         self, qkv: Tensor, cache: LayerCache, table: Tensor, ctx: DeviceContext, tiles: tuple[Tensor, Tensor],
-        shape: HeadShape, scale: float, options: dict[str, Any],
+        shape: HeadShape, scale: float, raw: hopper_prefill.RawHeads | None, options: dict[str, Any],
     ) -> None:  # fmt: skip
-        """What no other kernel has taken; in deterministic mode, every sequence that decodes."""
+        """What no other kernel has taken; in deterministic mode, every sequence that decodes. With `raw`, `qkv` is as
+        the projection left it: where `turns` has said so."""
         batch = (qkv, cache, table, ctx.rows, ctx.query_start, ctx.context_len, *tiles, shape, scale)
         late = ctx.num_decodes != qkv.shape[0]
         tile = self._tile_over(cache, shape, all(options.get(name) is None for name in ("window", "softcap", "sinks")))
         if tile is _FIXED_HOPPER and options.get("detours") is None:
-            sizes = hopper_prefill.DECODE
+            sizes = hopper_prefill.decode_sizes(tiles[0].shape[0], shape, self.device)
             if hopper_prefill.fits(self.device, self._dtype, shape, cache.block_size, sizes):
                 hopper_prefill.hopper_prefill(
-                    *batch, out=options["out"], sizes=sizes, pdl=self._fixed_early, late=late)
+                    *batch, out=options["out"], sizes=sizes, pdl=self._fixed_early, late=late, raw=raw)
                 return
+        if raw is not None:
+            raise InvariantError("a step was to be rotated inside attention, by no kernel that can")
         mixed_attention(
             *batch, sizes=tile, exact=self.deterministic, once=self.deterministic and self._same_type and not late,
             pdl=self._fixed_early, late=late, **options,
@@ -382,11 +389,26 @@ class TritonAttention:
             )  # fmt: skip
         return out
 
+    def may_turn(self, shape: HeadShape | LatentShape, block_size: int, plain: bool) -> bool:
+        """Whether norm, rotation and KV write of a decode step with such heads may be part of its attention; `plain` as
+        in `takes_fresh`."""
+        if not self.deterministic:
+            return True
+        if isinstance(shape, LatentShape) or not plain or not self._same_type:
+            return False
+        return hopper_prefill.fits(self.device, self._dtype, shape.evened, block_size, hopper_prefill.DECODE)
+
     def turns(
-        self, ctx: StepContext, cache: LayerCache, shape: HeadShape, turn: HeadTurn, softcap: float | None
-    ) -> bool:
+        self, ctx: StepContext, cache: LayerCache, shape: HeadShape, turn: HeadTurn, window: int | None,
+        softcap: float | None,
+    ) -> bool:  # fmt: skip
         """Whether norm, rotation and KV write of such a step can be part of its attention."""
-        if not isinstance(ctx, DeviceContext) or not ctx.splits:
+        if not isinstance(ctx, DeviceContext):
+            return False
+        if self.deterministic:
+            plain = window is None and softcap is None and ctx.detours is None
+            return ctx.fuse_rope and hopper_prefill.turns(shape, turn) and self.may_turn(shape, cache.block_size, plain)
+        if not ctx.splits:
             return False
         if ctx.drafted:
             return softcap is None and few_fits(self.device, self._dtype, shape, turn, cache)

@@ -487,7 +487,7 @@ class TritonOps(Ops):
         """`rope_and_cache` and `attend`, in one launch where the step and the heads allow it."""
         if not shape.is_even:
             return self._attend_some_heads(qkv, layer, ctx, group, shape, turn, scale, window, softcap)
-        if self.attention.turns(ctx, layer, shape, turn, softcap):
+        if self.attention.turns(ctx, layer, shape, turn, window, softcap):
             return self.attention(qkv, layer, ctx, group, shape, scale, window, softcap, turn)
         self.rope_and_cache(qkv, layer, ctx, group, shape, turn.rope, turn.q_norm, turn.k_norm, turn.eps)
         return self.attend(qkv, layer, ctx, group, shape, scale, window, softcap, turn.sinks)

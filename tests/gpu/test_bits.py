@@ -17,9 +17,16 @@ if torch.cuda.is_available():
     from quire.attention import triton as attention_backend
     from quire.bench.gpu import tune_fixed
     from quire.kernels.slices import Slices
-    from quire.kernels.triton import fixed_prefetch, fixed_tiles, hopper_prefill, linear_fixed, linear_prefetch
+    from quire.kernels.triton import (
+        fixed_prefetch,
+        fixed_tiles,
+        hopper_prefill,
+        linear_fixed,
+        linear_prefetch,
+        rope_cache,
+    )
     from quire.kernels.triton.attention_mixed import mixed_attention, query_tiles
-    from quire.kernels.types import HeadShape
+    from quire.kernels.types import HeadShape, HeadTurn, pair_cache
     from tests.kernels.triton import bits, cases
 
 DTYPES = ("float32", "bfloat16")
@@ -165,6 +172,50 @@ def test_newer_attention_kernels_give_the_bits_of_the_first(heads: tuple[int, in
     assert taken.tolist() == [700, 64, 0, 513, 0, 3, 128, 0] and out.isnan().any()
     hopper_prefill.hopper_prefill(qkv, cache, table, None, start, length, *on_device(large), shape, 0.2, out=out)
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (8, 8, 128), (64, 8, 128)])
+@pytest.mark.parametrize("normed", [True, False])
+@torch.inference_mode()
+def test_decode_steps_that_rotate_inside_attention_have_the_bits_of_those_that_do_not(
+    heads: tuple[int, int, int], dtype: str, normed: bool
+) -> None:
+    """Results, and keys and values in the cache; with both shapes of the kernel, launched early or not. What lies
+    behind a sequence's newest key is not a number, and so are the places of that key and its value before."""
+    shape, kind, page = HeadShape(*heads), getattr(torch, dtype), 16
+    if not hopper_prefill.fits(torch.device("cuda", torch.cuda.current_device()), kind, shape, page):
+        pytest.skip("needs Hopper, and the version of Triton that the kernel is written for")
+    lengths = [1, 2, 127, 128, 129, 300, 384, 1064, 0, *range(500, 540)]
+    count = len(lengths)
+    qkv, cache, table, start, length = cases.paged_batch("cuda", kind, shape, page, [1] * count, lengths)
+    angles = torch.rand(max(lengths), 64, device="cuda") * 6
+    gains = [torch.rand(128, device="cuda") + 0.5 for _ in range(2)] if normed else [None, None]
+    turn = HeadTurn(torch.cat((angles.cos(), angles.sin()), 1), *gains, eps=1e-6)
+    positions = (length - 1).clamp(min=0).long()
+    blocks = table.long().gather(1, positions[:, None] // page)[:, 0]
+    slots = torch.where(length > 0, blocks * page + positions % page, -1)
+    for slot in slots[slots >= 0].tolist():
+        for part in (cache.k, cache.v):
+            part[slot // page, :, slot % page :] = float("nan")
+    tiles = torch.arange(count, dtype=torch.int32, device="cuda"), torch.zeros(count, dtype=torch.int32, device="cuda")
+    turned, kept = qkv.clone(), pair_cache(cache.k.clone(), cache.v.clone(), page)
+    rope_cache.rope_and_cache(turned, kept, slots, positions, shape, turn.rope, turn.q_norm, turn.k_norm, turn.eps,
+                              pdl=True, late=True, heads_at_once=8)  # fmt: skip
+    want = torch.full((count, shape.num_heads * 128), float("nan"), dtype=kind, device="cuda")
+    hopper_prefill.hopper_prefill(
+        turned, kept, table, None, start, length, *tiles, shape, 0.2, out=want, sizes=hopper_prefill.DECODE)
+    assert not want.isnan().any() and (want[lengths.index(0)] == 0).all()
+    raw = hopper_prefill.RawHeads(turn, positions, slots)
+    for sizes in (hopper_prefill.DECODE, hopper_prefill.DECODE_MANY):
+        for pdl in (False, True):
+            out, given = torch.full_like(want, float("nan")), qkv.clone()
+            mine = pair_cache(cache.k.clone(), cache.v.clone(), page)
+            hopper_prefill.hopper_prefill(
+                given, mine, table, None, start, length, *tiles, shape, 0.2, out=out, sizes=sizes, pdl=pdl, raw=raw)
+            assert torch.equal(out, want) and torch.equal(given, qkv), (sizes, pdl)
+            for got, expected in ((mine.k, kept.k), (mine.v, kept.v)):
+                assert torch.equal(got.view(torch.int16), expected.view(torch.int16)), (sizes, pdl)
 
 
 @torch.inference_mode()

@@ -4,6 +4,9 @@ Of each: microseconds, and what share of its elements has the bits of the first 
 batch. "once STAGES": decode steps in one loop; "prefill": `hopper_prefill`, "paged STAGES PROGRAMS" its tiles of 64
 rows for decode steps. "cudnn": what plain mode has for fresh prompts, "wide" its tiles; and with 64 keys at a time
 "once of 64" and "prefill of 64": these give other bits, "off" says by how much at most.
+
+Decode steps with norm, rotation and KV write: "apart STAGES PROGRAMS" by two kernels, "turned STAGES PROGRAMS" by one,
+"plain" as plain mode does it, with other bits. Their first kernel, to whose bits they are compared, is "apart".
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ PROMPTS = ((4, 4096, 0), (16, 1024, 0), (8, 1000, 24), (1, 8192, 24576), (1, 819
 """Sequences, and their keys; sequences, and their queries after so many keys."""
 _PAGED = ((3, 1), (2, 1), (1, 1), (1, 2))
 """Stages, and programs on a multiprocessor."""
+_TURNED = ((3, 1), (2, 1), (1, 2))
+_ROTATED = ("apart", "turned", "plain")
 _PAGE, _SCALE, _LEAST_BYTES = 16, 0.088, 2e8
 _DEVICE = "cuda"
 Way = Callable[[Any, Any], Any]
@@ -49,6 +54,19 @@ class _Batch:
         self.starts = torch.arange(count + 1, dtype=torch.int32, device=_DEVICE) * queries
         self.lengths = torch.full((count,), self.length, dtype=torch.int32, device=_DEVICE)
         self.qkv = half(count * queries, self.shape.width)
+        self.spare = self.qkv.clone()
+        """Rows that a rotation may change."""
+        self.positions = (self.lengths - 1).long()
+        self.slots = self.table[:, -1].long() * _PAGE + (self.length - 1) % _PAGE
+        angles = torch.rand(self.length, 64, device=_DEVICE) * 6
+        self.rope = torch.cat((angles.cos(), angles.sin()), 1)
+        self.gain = torch.rand(128, device=_DEVICE) + 0.5
+
+    @property
+    def turn(self) -> Any:
+        from quire.kernels.types import HeadTurn
+
+        return HeadTurn(self.rope, self.gain, self.gain, 1e-6)
 
     def out(self) -> Any:
         return self.qkv.new_zeros(len(self.qkv), self.shape.num_heads * 128)
@@ -57,12 +75,18 @@ class _Batch:
 def measure(heads: int, count: int, queries: int, before: int) -> dict[str, Any]:
     import torch
 
+    from quire.kernels.triton.hopper_prefill import DECODE
+
     batch, found = _Batch(heads, count, queries, before), dict[str, Any]()
-    want = batch.out()
-    _mixed(batch, {}, batch.caches[0], want)
+    base, rotated = batch.out(), batch.out()
+    if queries == 1:
+        _apart(batch, DECODE, batch.caches[0], rotated)  # this writes the newest keys
+    _mixed(batch, {}, batch.caches[0], base)
     for name, way in _ways(batch):
+        want = rotated if name.startswith(_ROTATED) else base
         try:
             got = batch.out()
+            batch.spare.copy_(batch.qkv)
             way(batch.caches[0], got)
             same = (got.view(torch.int16) == want.view(torch.int16)).double().mean().item()
             off = round((got.float() - want.float()).abs().max().item(), 4)
@@ -89,6 +113,11 @@ def _ways(batch: _Batch) -> Iterator[tuple[str, Way]]:
         for stages, programs in _PAGED:
             sizes = PrefillShape(PREFILL.keys, stages, groups=1, programs=programs)
             yield f"paged {stages} {programs}", partial(_paged, batch, sizes)
+        for stages, programs in _TURNED:
+            sizes = PrefillShape(PREFILL.keys, stages, groups=1, programs=programs)
+            yield f"apart {stages} {programs}", partial(_apart, batch, sizes)
+            yield f"turned {stages} {programs}", partial(_turned, batch, sizes)
+        yield "plain", _plain(batch)
     else:
         yield "prefill", partial(_paged, batch, PREFILL)
         yield "wide", partial(_mixed, batch, {"sizes": _WIDE, "exact": False})
@@ -126,6 +155,46 @@ def _paged(batch: _Batch, sizes: Any, cache: Any, out: Any) -> None:
     hopper_prefill.hopper_prefill(batch.qkv, cache, batch.table, None, batch.starts, batch.lengths, tile_seq,
                                   tile_first, batch.shape, _SCALE, out=out, sizes=sizes,
                                   pdl=batch.queries == 1)  # fmt: skip
+
+
+def _decoding(batch: _Batch, sizes: Any, rows: Any, cache: Any, out: Any, raw: Any = None) -> None:
+    import numpy as np
+
+    from quire.kernels.triton.hopper_prefill import hopper_prefill
+
+    seqs, firsts = np.arange(batch.count, dtype=np.int32), np.zeros(batch.count, np.int32)
+    hopper_prefill(rows, cache, batch.table, None, batch.starts, batch.lengths, *_on_device(batch, seqs, firsts),
+                   batch.shape, _SCALE, out=out, sizes=sizes, pdl=True, raw=raw)  # fmt: skip
+
+
+def _apart(batch: _Batch, sizes: Any, cache: Any, out: Any) -> None:
+    from quire.kernels.triton.rope_cache import rope_and_cache
+
+    rope_and_cache(batch.spare, cache, batch.slots, batch.positions, batch.shape, batch.rope, batch.gain, batch.gain,
+                   1e-6, pdl=batch.qkv.is_cuda, heads_at_once=8)  # fmt: skip
+    _decoding(batch, sizes, batch.spare, cache, out)
+
+
+def _turned(batch: _Batch, sizes: Any, cache: Any, out: Any) -> None:
+    from quire.kernels.triton.hopper_prefill import RawHeads
+
+    _decoding(batch, sizes, batch.qkv, cache, out, RawHeads(batch.turn, batch.positions, batch.slots))
+
+
+def _plain(batch: _Batch) -> Way:
+    from quire.attention.triton import DeviceContext, TritonAttention
+
+    attention = TritonAttention(batch.qkv.device, batch.qkv.dtype, pdl=batch.qkv.is_cuda, same_type=True)
+    split = attention.allocate_split(batch.count, batch.shape)
+    ctx = DeviceContext(batch.positions, batch.starts, batch.lengths, (batch.table,), (batch.slots,),
+                        num_decodes=batch.count, splits=(split,), fuse_rope=True)  # fmt: skip
+    attention.prepare(ctx, (None,))
+
+    def attend(cache: Any, out: Any) -> None:
+        options = {"window": None, "softcap": None, "out": out}
+        attention._decode(batch.qkv, cache, batch.table, ctx, split, batch.shape, _SCALE, batch.turn, options)
+
+    return attend
 
 
 def _cudnn(batch: _Batch, cache: Any, out: Any) -> None:

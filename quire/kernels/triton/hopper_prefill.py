@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.triton.attention_decode import LOG2_E
+from quire.kernels.triton.attention_rope import rope_fits
 from quire.kernels.triton.linear_prefetch import available, multiprocessors
-from quire.kernels.types import HeadShape, LayerCache
+from quire.kernels.types import HeadShape, HeadTurn, LayerCache
 
 try:
     from triton.experimental.gluon import language as gl
@@ -54,6 +55,31 @@ PREFILL = PrefillShape(128, 3)
 weights and values, as well: 563, 540 and 331."""
 DECODE = PrefillShape(128, 3, groups=1)
 """Tiles of 64 rows, as `attention_mixed` has them in deterministic mode."""
+DECODE_MANY = PrefillShape(128, 1, groups=1, programs=2)
+"""The same for more pieces of work than multiprocessors: while one program waits, the other multiplies. H200,
+2026-11-18, 32 heads, us: 256 sequences of 1,064 keys 268 (`DECODE` 279), 32 of 1,152 40.4 (41.7). Same bits."""
+_MOST_TURNED = 8
+"""Query heads of a KV head that a decode step may rotate in a tile of 16."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawHeads:
+    """What a decode step's heads still need: norm and rotation at these positions, and a slot of the cache for each
+    token."""
+
+    turn: HeadTurn
+    positions: Tensor
+    slots: Tensor
+
+
+def decode_sizes(tiles: int, shape: HeadShape, device: torch.device) -> PrefillShape:
+    """For so many sequences that decode."""
+    return DECODE if tiles * shape.num_kv_heads <= multiprocessors(device) else DECODE_MANY
+
+
+def turns(shape: HeadShape, turn: HeadTurn) -> bool:
+    """Whether a decode step with such heads, where it `fits`, may come as its projection left it."""
+    return rope_fits(shape, turn) and turn.sinks is None and shape.num_heads <= _MOST_TURNED * shape.num_kv_heads
 
 
 def knows(device: torch.device, dtype: torch.dtype, shape: HeadShape) -> bool:
@@ -86,17 +112,19 @@ def split_tiles(
 def hopper_prefill(
     qkv: Tensor, cache: LayerCache, tables: Tensor, rows: Tensor | None, query_start: Tensor, context_len: Tensor,
     tile_seq: Tensor, tile_first: Tensor, shape: HeadShape, scale: float, *, out: Tensor,
-    sizes: PrefillShape = PREFILL, pdl: bool = False, late: bool = False,
+    sizes: PrefillShape = PREFILL, pdl: bool = False, late: bool = False, raw: RawHeads | None = None,
 ) -> None:
     """Causal attention of the queries in the tiles, into `out` [T, Hq*hd]. The cache has the type of qkv, and its
     scales count.
 
     With one warp group steps may be padded: a tile whose sequence is -1 does nothing, a sequence without keys gets
-    zeros."""
+    zeros. With `raw`, where `turns`, every sequence has one query, which sees no key of the step but its own; qkv is as
+    the projection left it and stays so, and the cache gets the step's keys and values."""
     items = tile_seq.shape[0] * shape.num_kv_heads
     if items == 0:
         return
-    ring, sums, values, stored = _layouts(_KINDS[qkv.dtype], sizes.keys)
+    ring, sums, values, stored, own = _layouts(_KINDS[qkv.dtype], sizes.keys)
+    normed = raw is not None and raw.turn.q_norm is not None
     hopper_prefill_kernel[(min(items, sizes.programs * multiprocessors(qkv.device)),)](
         _paged(cache.k, cache.block_size, ring),
         _paged(cache.v, cache.block_size, ring),
@@ -108,6 +136,7 @@ def hopper_prefill(
         context_len,
         tile_seq,
         tile_first,
+        *_turn_arguments(raw, cache, qkv),
         items,
         scale * LOG2_E,
         context_len if cache.scales is None else cache.scales,
@@ -121,6 +150,8 @@ def hopper_prefill(
         sizes.stages,
         rows is not None,
         sizes.groups,
+        raw is not None,
+        normed,
         pdl,
         cache.scales is not None,
         _REGISTERS,
@@ -128,11 +159,19 @@ def hopper_prefill(
         sums,
         values,
         stored,
+        own,
         num_warps=4,
         maxnreg=168 if sizes.groups == 2 else 128,
         enable_fp_fusion=False,
         **({"launch_pdl": True} if pdl and not late else {}),
     )
+
+
+def _turn_arguments(raw: RawHeads | None, cache: LayerCache, unused: Tensor) -> tuple[Any, ...]:
+    if raw is None:
+        return (*(unused,) * 5, 0.0, unused, unused)
+    rope, q_norm, k_norm = (unused if part is None else part for part in (raw.turn.rope, raw.turn.q_norm, raw.turn.k_norm))
+    return raw.slots, raw.positions, rope, q_norm, k_norm, raw.turn.eps, cache.k, cache.v
 
 
 def _paged(part: Tensor, page: int, layout: Any) -> Any:
@@ -141,8 +180,9 @@ def _paged(part: Tensor, page: int, layout: Any) -> Any:
 
 
 @lru_cache(maxsize=4)
-def _layouts(kind: str, keys: int) -> tuple[Any, Any, Any, Any]:
-    """Of a ring's places, of scores, of sums of values, of rows in memory."""
+def _layouts(kind: str, keys: int) -> tuple[Any, Any, Any, Any, Any]:
+    """Of a ring's places, of scores, of sums of values, of rows in memory, of single rows in shared memory."""
     scores, values = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]) for columns in (keys, _HALF))
     ring = gl.NVMMASharedLayout.get_default_for([keys, _HALF], getattr(gl, kind))
-    return ring, scores, values, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    stored, own = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]), gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return ring, scores, values, stored, own

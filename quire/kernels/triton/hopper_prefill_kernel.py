@@ -8,6 +8,11 @@ other ended, and each half of the values has sums of its own, so no order change
 
 Its operations on a row are those of `attention_mixed`, in the same order. What tiles there are and where their keys lie
 was written by earlier kernels than the one before: with PDL it is read while that one still runs.
+
+With TURN a step that decodes comes as the projection left it, and norm, rotation and the write of its keys and values
+are part of this kernel, with the bits of `rope_cache`. Then all keys but the step's own were written by earlier steps,
+so that they are copied before the kernel before has ended; its own key and value take their places in the rings, where
+the copies have brought anything, or half of what is being written.
 """
 
 from __future__ import annotations
@@ -22,6 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.kernels.triton.head_turn import turned_heads
+
+_TURNED = gl.constexpr(16)
+"""Rows of the tile of query heads that are normed and rotated: as few as fill a warp group."""
 
 
 @gluon.jit
@@ -73,7 +83,7 @@ def _copy_keys(cache, ring, full, free, stage, parity, pages, PAGE: gl.constexpr
 def _load_tiles(
     k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows, tile_seq, tile_first, query_start,
     context_len, num_items, table_stride, STAGES: gl.constexpr, NUM_KV: gl.constexpr, TOKENS: gl.constexpr,
-    PAGE: gl.constexpr, HAS_ROWS: gl.constexpr, PDL: gl.constexpr, PADDED: gl.constexpr,
+    PAGE: gl.constexpr, HAS_ROWS: gl.constexpr, WAITS: gl.constexpr, PADDED: gl.constexpr,
 ):  # fmt: skip
     KEYS: gl.constexpr = k_ring.shape[1]
     done = 0
@@ -88,7 +98,7 @@ def _load_tiles(
         for turn in range(turns):
             stage, parity = (done + turn) % STAGES, ((done + turn) // STAGES + 1) & 1
             pages = _page_rows(table, turn * (KEYS // PAGE), last, head, NUM_KV, PAGE, KEYS // PAGE)
-            if PDL:
+            if WAITS:
                 gdc_wait()
             _copy_keys(k_cache, k_ring, k_full, k_free, stage, parity, pages, PAGE)
             _copy_keys(v_cache, v_ring, v_full, v_free, stage, parity, pages, PAGE)
@@ -159,24 +169,105 @@ def _forget(ring, full, clean, turn, present, forgotten, WHO: gl.constexpr, STAG
 
 
 @gluon.jit
+def _turn(qkv, turn, newest, head, begin, q_stride, NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr,
+          PAGE: gl.constexpr, NORM: gl.constexpr, PDL: gl.constexpr, STORED: gl.constexpr):  # fmt: skip
+    """Norms and rotates a token's query heads and key of one KV head. Queries lie in `newest[0]` then, both halves, the
+    key and the value in `newest[1]` and in the cache."""
+    slots, positions, rope, q_norm, k_norm, eps, k_out, v_out = turn
+    queries, own = newest
+    WIDTH: gl.constexpr = queries.shape[2]
+    DIM: gl.constexpr = 2 * WIDTH
+    member = gl.arange(0, _TURNED, layout=gl.SliceLayout(1, STORED))[:, None]
+    dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STORED))[None, :]
+    slot = gl.load(slots + begin)
+    angle = rope + gl.load(positions + begin) * DIM + dim
+    angles = (gl.load(angle), gl.load(angle + WIDTH))
+    q_gains = angles
+    k_gains = angles
+    if NORM:
+        q_gains = (gl.load(q_norm + dim), gl.load(q_norm + WIDTH + dim))
+        k_gains = (gl.load(k_norm + dim), gl.load(k_norm + WIDTH + dim))
+    if PDL:
+        gdc_wait()
+    row = qkv + begin.to(gl.int64) * q_stride + dim
+    heads = row + (head * GROUP + member) * DIM
+    q_low = gl.load(heads, mask=member < GROUP, other=0.0)
+    q_high = gl.load(heads + WIDTH, mask=member < GROUP, other=0.0)
+    key = row + (NUM_HEADS + head) * DIM
+    k_low = gl.load(key)
+    k_high = gl.load(key + WIDTH)
+    v_low = gl.load(key + NUM_KV * DIM)
+    v_high = gl.load(key + NUM_KV * DIM + WIDTH)
+    kind: gl.constexpr = k_low.dtype
+    low, high = turned_heads(q_low, q_high, q_gains, angles, eps, _TURNED, WIDTH, NORM, STORED)
+    queries.index(0).slice(0, _TURNED, dim=0).store(low.to(kind))
+    queries.index(1).slice(0, _TURNED, dim=0).store(high.to(kind))
+    low, high = turned_heads(k_low, k_high, k_gains, angles, eps, 1, WIDTH, NORM, STORED)
+    found = (low.to(kind), high.to(kind), v_low, v_high)
+    place = ((slot // PAGE * NUM_KV + head) * PAGE + slot % PAGE) * DIM + dim
+    real = (dim >= 0) & (slot >= 0)
+    for half in gl.static_range(2):
+        own.index(half).store(found[half])
+        own.index(2 + half).store(found[2 + half])
+        gl.store(k_out + place + half * WIDTH, found[half], mask=real)
+        gl.store(v_out + place + half * WIDTH, found[2 + half], mask=real)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _put_newest(ring, full, own, FIRST: gl.constexpr, turn, last, STAGES: gl.constexpr, STORED: gl.constexpr,
+                CLEANS: gl.constexpr):  # fmt: skip
+    """The step's own key (or value) at row `last` of a turn's, zeros behind it where CLEANS: what lies there is
+    nobody's or another's, and zero times it need not be zero. Both halves of it lie in `own` from FIRST on."""
+    KEYS: gl.constexpr = ring.shape[1]
+    WIDTH: gl.constexpr = ring.shape[2]
+    STRIP: gl.constexpr = 32 if CLEANS else 16
+    stage = turn % STAGES
+    mbarrier.wait(full.index(stage), turn // STAGES & 1)
+    row = gl.arange(0, STRIP, layout=gl.SliceLayout(1, STORED))[:, None]
+    at = last % STRIP
+    low, high = ring.index(2 * stage), ring.index(2 * stage + 1)
+    nothing = gl.zeros((STRIP, WIDTH), ring.dtype, STORED)
+    for strip in gl.static_range(KEYS // STRIP):
+        near, far = low.slice(strip * STRIP, STRIP, dim=0), high.slice(strip * STRIP, STRIP, dim=0)
+        if last // STRIP == strip:
+            rest = gl.where(row < at, near.load(STORED), nothing), gl.where(row < at, far.load(STORED), nothing)
+            newest = own.index(FIRST).load(STORED), own.index(FIRST + 1).load(STORED)
+            near.store(gl.where(row == at, newest[0], rest[0]))
+            far.store(gl.where(row == at, newest[1], rest[1]))
+        elif CLEANS and last // STRIP < strip:
+            near.store(nothing)
+            far.store(nothing)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
 def _fold_keys(
-    q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, keys, forgotten, open_end,
-    reach, scale, WHO: gl.constexpr, STAGES: gl.constexpr,
+    q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, own, done, turns, keys, forgotten, open_end,
+    reach, scale, WHO: gl.constexpr, STAGES: gl.constexpr, TURN: gl.constexpr,
     SUMS: gl.constexpr, VALUES: gl.constexpr, P: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     """All turns of a tile, of a sequence of so many keys: (sums of values, in halves, and of weights)."""
     ROWS: gl.constexpr = q_low.shape[0]
     KEYS: gl.constexpr = k_ring.shape[1]
     WIDTH: gl.constexpr = k_ring.shape[2]
+    last = keys - 1 - (turns - 1) * KEYS
     maximum = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, SUMS))
     total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, SUMS))
     low = gl.zeros((ROWS, WIDTH), gl.float32, VALUES)
     high = gl.zeros((ROWS, WIDTH), gl.float32, VALUES)
+    if TURN:
+        if turns == 1:  # noqa: SIM102 (one is decided by the compiler)
+            _put_newest(k_ring, k_full, own, 0, done, last, STAGES, STORED, False)
     scores = warpgroup_mma_wait(0, deps=(_start_scores(q_low, q_high, k_ring, k_full, done, STAGES, SUMS),))
     mbarrier.arrive(k_free.index(done % STAGES))
     weights, _nothing, maximum, total = _softmax(scores, 0, open_end, reach, scale, maximum, total, SUMS)
     p = gl.convert_layout(weights.to(k_ring.dtype), P)
     for turn in range(1, turns):
+        if TURN:
+            if turn == turns - 1:  # noqa: SIM102
+                _put_newest(k_ring, k_full, own, 0, done + turn, last, STAGES, STORED, False)
         low, high = _start_values(p, low, high, v_ring, v_full, done + turn - 1, STAGES)
         scores = _start_scores(q_low, q_high, k_ring, k_full, done + turn, STAGES, SUMS)
         low, high, scores = warpgroup_mma_wait(0, deps=(low, high, scores))
@@ -186,8 +277,10 @@ def _fold_keys(
             scores, turn * KEYS, open_end, reach, scale, maximum, total, SUMS)
         low, high = _shrink(low, high, shrink, VALUES)
         p = gl.convert_layout(weights.to(k_ring.dtype), P)
-    if keys < turns * KEYS:
-        _forget(v_ring, v_full, clean, done + turns - 1, keys - (turns - 1) * KEYS, forgotten, WHO, STAGES, STORED)
+    if TURN:
+        _put_newest(v_ring, v_full, own, 2, done + turns - 1, last, STAGES, STORED, True)
+    elif keys < turns * KEYS:
+        _forget(v_ring, v_full, clean, done + turns - 1, last + 1, forgotten, WHO, STAGES, STORED)
     low, high = _start_values(p, low, high, v_ring, v_full, done + turns - 1, STAGES)
     low, high = warpgroup_mma_wait(0, deps=(low, high))
     mbarrier.arrive(v_free.index((done + turns - 1) % STAGES))
@@ -197,9 +290,10 @@ def _fold_keys(
 @gluon.jit
 def _attend_tiles(
     qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first, query_start, context_len, out,
-    num_items, scale, kv_scales, q_stride, WHO: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr, SCALED: gl.constexpr,
-    SUMS: gl.constexpr, VALUES: gl.constexpr, STORED: gl.constexpr,
+    turn, newest, num_items, scale, kv_scales, q_stride, WHO: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, TURN: gl.constexpr,
+    NORM: gl.constexpr, PDL: gl.constexpr, SCALED: gl.constexpr, SUMS: gl.constexpr, VALUES: gl.constexpr,
+    STORED: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its rows of one tile after another. Padding, a sequence without keys, gets zeros. With SCALED keys
     and values of a head are what is stored times its `kv_scales`: its scores and its sums are multiplied by them."""
@@ -211,6 +305,10 @@ def _attend_tiles(
     Q: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     P: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
     done, forgotten = 0, 0
+    if TURN:
+        for half in gl.static_range(2):
+            newest[0].index(half).store(gl.zeros((ROWS, WIDTH), k_ring.dtype, STORED))
+        gl.thread_barrier()
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         head, _seq, first, begin, queries, before, turns = _tile(
             item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS, GROUPS == 1)
@@ -224,15 +322,22 @@ def _attend_tiles(
         source = qkv + (place * q_stride + column)
         target = out + (place * (NUM_HEADS * DIM) + column)
         kind = out.dtype.element_ty
-        if PDL:
-            gdc_wait()
         if GROUPS == 1 and turns == 0:
+            if PDL:
+                gdc_wait()
             nothing = gl.zeros((ROWS, WIDTH), kind, STORED)
             gl.store(target, nothing, mask=used)
             gl.store(target + WIDTH, nothing, mask=used)
         else:
-            q_low = gl.convert_layout(gl.load(source, mask=used, other=0.0), Q)
-            q_high = gl.convert_layout(gl.load(source + WIDTH, mask=used, other=0.0), Q)
+            if TURN:
+                _turn(qkv, turn, newest, head, begin, q_stride, NUM_HEADS, NUM_KV, GROUP, PAGE, NORM, PDL, STORED)
+                q_low = newest[0].index(0).load(Q)
+                q_high = newest[0].index(1).load(Q)
+            else:
+                if PDL:
+                    gdc_wait()
+                q_low = gl.convert_layout(gl.load(source, mask=used, other=0.0), Q)
+                q_high = gl.convert_layout(gl.load(source + WIDTH, mask=used, other=0.0), Q)
             mine = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUMS))
             reach = before + first + mine // GROUP
             open_end = (before + first + 1) // KEYS * KEYS
@@ -240,8 +345,8 @@ def _attend_tiles(
             if SCALED:
                 of_scores = scale * gl.load(kv_scales + head)
             low, high, total = _fold_keys(
-                q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, done, turns, before + queries,
-                forgotten, open_end, reach, of_scores, WHO, STAGES, SUMS, VALUES, P, STORED)
+                q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, newest[1], done, turns,
+                before + queries, forgotten, open_end, reach, of_scores, WHO, STAGES, TURN, SUMS, VALUES, P, STORED)
             # One division a row, not one a feature.
             by = 1.0 / gl.where(total > 0, total, 1.0)
             if SCALED:
@@ -256,12 +361,14 @@ def _attend_tiles(
 
 @gluon.jit(do_not_specialize=["num_items"])
 def hopper_prefill_kernel(
-    k_cache, v_cache, qkv, out, tables, rows, query_start, context_len, tile_seq, tile_first, num_items, scale,
-    kv_scales, q_stride, table_stride, NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr,
-    PAGE: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, HAS_ROWS: gl.constexpr, GROUPS: gl.constexpr,
+    k_cache, v_cache, qkv, out, tables, rows, query_start, context_len, tile_seq, tile_first, slots, positions, rope,
+    q_norm, k_norm, eps, k_out, v_out, num_items, scale, kv_scales, q_stride, table_stride,
+    NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, HAS_ROWS: gl.constexpr, GROUPS: gl.constexpr, TURN: gl.constexpr, NORM: gl.constexpr,
     PDL: gl.constexpr, SCALED: gl.constexpr, REGISTERS: gl.constexpr, RING: gl.constexpr, SUMS: gl.constexpr,
-    VALUES: gl.constexpr, STORED: gl.constexpr,
+    VALUES: gl.constexpr, STORED: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
+    """`slots` to `v_out` are of the turn of heads, and count with TURN."""
     WIDTH: gl.constexpr = k_cache.block_type.shape[1]
     k_ring = gl.allocate_shared_memory(k_cache.dtype, [2 * STAGES, KEYS, WIDTH], RING)
     v_ring = gl.allocate_shared_memory(k_cache.dtype, [2 * STAGES, KEYS, WIDTH], RING)
@@ -270,6 +377,10 @@ def hopper_prefill_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     clean = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    newest = (k_ring, k_ring)
+    if TURN:
+        newest = (gl.allocate_shared_memory(k_cache.dtype, [2, 64, WIDTH], RING),
+                  gl.allocate_shared_memory(k_cache.dtype, [4, 1, WIDTH], OWN))
     mbarrier.init(clean.index(0), count=GROUPS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
@@ -279,15 +390,17 @@ def hopper_prefill_kernel(
     fence_async_shared()
     if PDL:
         gdc_launch_dependents()
+    turn = (slots, positions, rope, q_norm, k_norm, eps, k_out, v_out)
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
-                                 query_start, context_len, out, num_items, scale, kv_scales, q_stride, 0, GROUPS,
-                                 STAGES, NUM_HEADS, NUM_KV, GROUP, PDL, SCALED, SUMS, VALUES, STORED)),
+                                 query_start, context_len, out, turn, newest, num_items, scale, kv_scales, q_stride, 0,
+                                 GROUPS, STAGES, NUM_HEADS, NUM_KV, GROUP, PAGE, TURN, NORM, PDL, SCALED, SUMS, VALUES,
+                                 STORED)),
                 (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows,
                                tile_seq, tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
-                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL, GROUPS == 1)),
+                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL and not TURN, GROUPS == 1)),
             ],
             [1],
             [24],
@@ -296,14 +409,16 @@ def hopper_prefill_kernel(
         gl.warp_specialize(
             [
                 (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
-                                 query_start, context_len, out, num_items, scale, kv_scales, q_stride, 0, GROUPS,
-                                 STAGES, NUM_HEADS, NUM_KV, GROUP, PDL, SCALED, SUMS, VALUES, STORED)),
+                                 query_start, context_len, out, turn, newest, num_items, scale, kv_scales, q_stride, 0,
+                                 GROUPS, STAGES, NUM_HEADS, NUM_KV, GROUP, PAGE, TURN, NORM, PDL, SCALED, SUMS, VALUES,
+                                 STORED)),
                 (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
-                                 query_start, context_len, out, num_items, scale, kv_scales, q_stride, 1, GROUPS,
-                                 STAGES, NUM_HEADS, NUM_KV, GROUP, PDL, SCALED, SUMS, VALUES, STORED)),
+                                 query_start, context_len, out, turn, newest, num_items, scale, kv_scales, q_stride, 1,
+                                 GROUPS, STAGES, NUM_HEADS, NUM_KV, GROUP, PAGE, TURN, NORM, PDL, SCALED, SUMS, VALUES,
+                                 STORED)),
                 (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows,
                                tile_seq, tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
-                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL, GROUPS == 1)),
+                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL and not TURN, GROUPS == 1)),
             ],
             [4, 1],
             [REGISTERS, 24],

@@ -49,7 +49,6 @@ class StepContexts:
         own = tuple(group.window for group in decoder.spec.cache_groups())
         self.windows = own if windows is None else windows
         self.tables = table.tables[: len(self.windows)]
-        self.fuse_rope = fuse_rope and self.attention is not None and not self.attention.deterministic
         self._block_size = table.block_size
         self._max_model_len, self._num_rows = table.max_model_len, table.num_rows
         self._shapes = [layer.attn.shape for layer in decoder.layers]
@@ -58,6 +57,8 @@ class StepContexts:
             a.window is None and a.softcap is None and a.latent is None and not a.sinks
             for a in (layer.attention for layer in decoder.spec.layers)
         )
+        self.fuse_rope = fuse_rope and self.attention is not None and all(
+            self.attention.may_turn(shape, self._block_size, self._plain) for shape in set(self._shapes))
         self._splits: dict[int, tuple] = {}
         self._long_splits: dict[int, tuple] = {}
 
@@ -131,7 +132,7 @@ class StepContexts:
         from quire.attention.triton import MOST_DRAFTED, DeviceContext
 
         rung = rows.shape[0]
-        chains = separate_rope and detours is None and rung <= MOST_DRAFTED
+        chains = separate_rope and detours is None and rung <= MOST_DRAFTED and not self.attention.deterministic
         ctx = DeviceContext(positions, query_start, lengths, (), slots, rows=rows, tables=self.tables, num_decodes=rung,
                             splits=(self._long_splits if long else self._splits).get(rung, ()), long=long,
                             fuse_rope=self.fuse_rope and not separate_rope, drafted=self.fuse_rope and chains,

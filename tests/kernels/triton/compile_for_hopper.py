@@ -264,10 +264,17 @@ def hopper_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     heads, ints = HeadShape(16, 8, 128), torch.zeros(4, dtype=torch.int32)
     half, table = partial(torch.empty, dtype=dtype), torch.zeros(4, 8, dtype=torch.int32)
     cache = pair_cache(half(4, 8, 16, 128), half(4, 8, 16, 128), 16)
-    for name, sizes in (("hopper prefill", hopper_prefill.PREFILL), ("hopper decode", hopper_prefill.DECODE)):
-        yield name, lambda s=sizes: hopper_prefill.hopper_prefill(
+    gain, longs = torch.empty(128), torch.zeros(4, dtype=torch.int64)
+    raw = hopper_prefill.RawHeads(HeadTurn(torch.empty(64, 128), gain, gain, 1e-6), longs, longs)
+    for name, sizes, given in (
+        ("prefill", hopper_prefill.PREFILL, None), ("decode", hopper_prefill.DECODE, None),
+        ("many", hopper_prefill.DECODE_MANY, None), ("turned decode", hopper_prefill.DECODE, raw),
+        ("turned many", hopper_prefill.DECODE_MANY, raw),
+        ("turned without norms", hopper_prefill.DECODE, replace(raw, turn=HeadTurn(raw.turn.rope))),
+    ):  # fmt: skip
+        yield f"hopper {name}", lambda s=sizes, r=given: hopper_prefill.hopper_prefill(
             half(4, heads.width), cache, table, ints, ints, ints, ints, ints, heads, 0.1, out=half(4, 16 * 128),
-            sizes=s, pdl=s is hopper_prefill.DECODE)
+            sizes=s, pdl=s is not hopper_prefill.PREFILL, raw=r)
     for name, options in (("", {}), (" once", {"once": True}), (" in trees", {"detours": table})):
         yield f"heads of 128{name}", lambda o=options: attention_mixed.mixed_attention(
             half(4, heads.width), cache, table, ints, ints, ints, ints, ints, heads, 0.1, exact=True, pdl=True,

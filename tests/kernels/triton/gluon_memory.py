@@ -396,6 +396,10 @@ class Races:
             self.sizes[address] = size
             self.last[address] = {name: torch.full((2, len(flat)), -1, dtype=torch.int32) for name in ("write", "read")}
         held = self.sizes[address]
+        missing = -(-flat.nbytes // held) - self.last[address]["read"].shape[1]
+        if missing > 0:  # it came as its first part before
+            self.last[address] = {name: torch.nn.functional.pad(cells, (0, missing), value=-1)
+                                  for name, cells in self.last[address].items()}
         if size < held:
             self.last[address] = {name: cells.repeat_interleave(held // size, 1)
                                   for name, cells in self.last[address].items()}

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from tests.kernels.triton.gluon_memory import Knowledge, Mma, ProtocolError, demand
 
 _RESTLESS = 0.3
@@ -99,13 +101,14 @@ class Baton:
         """All partitions to their ends, the first as whoever has the baton; its result."""
         found: list[Any] = [None]
         ended = threading.Semaphore(0)
-        main = self.holder
+        main, inference = self.holder, torch.is_inference_mode_enabled()
 
         def live(partition: Partition, body: Callable[[], Any]) -> None:
             partition.awake.acquire()
             try:
                 if self.failure is None:
-                    result = body()
+                    with torch.inference_mode(inference):  # a thread has its own
+                        result = body()
                     partition.end()
                     if partition is main:
                         found[0] = result

@@ -292,7 +292,7 @@ def test_tiles_of_many_rows_say_that_a_place_is_free_when_all_warps_have_read_it
 @pytest.mark.parametrize(
     ("name", "loops"),
     [("heads of 128", 2), ("heads of 128 once", 1), ("heads of 128 in trees", 2), ("hopper decode", 2),
-     ("hopper prefill", 4)],
+     ("hopper many", 2), ("hopper prefill", 4)],
 )
 def test_every_attention_kernel_of_deterministic_mode_fuses_the_same_multiply_adds(
     compiled: dict[str, Any], name: str, loops: int
@@ -305,7 +305,24 @@ def test_every_attention_kernel_of_deterministic_mode_fuses_the_same_multiply_ad
     assert len(kernel["multiplications"]) == wide + narrow and wide + narrow / 2 == loops * 2 * 8
 
 
-@pytest.mark.parametrize(("name", "groups"), [("hopper decode", 1), ("hopper prefill", 2)])
+@pytest.mark.parametrize(("name", "norms"), [("turned decode", 2), ("turned many", 2), ("turned without norms", 0)])
+def test_attention_that_rotates_fuses_the_multiply_adds_of_rotations_besides(
+    compiled: dict[str, Any], name: str, norms: int
+) -> None:
+    """Of 16 query heads and of the key, which every row of threads has: both halves of eight features a thread; and one
+    a norm. Keys are copied without a wait for the kernel before, for which only who reads its rows waits."""
+    kernel = compiled[f"hopper {name} bfloat16"]
+    assert kernel["fused"] == fused_of(64, 128, 2) + 2 * 2 * 8 + norms
+    waits = kernel["machine_copies"].count("w")
+    assert compiled["hopper decode bfloat16"]["machine_copies"].count("w") == waits + 1 == 3
+    found = dict(each.split(":") for each in kernel["resources"].split())
+    assert int(found["REG"]) == 128 and (name != "turned many" or 2 * (kernel["shared"] + 1024) <= 228 << 10)
+
+
+@pytest.mark.parametrize(("name", "groups"), [
+    ("hopper decode", 1), ("hopper many", 1), ("hopper prefill", 2), ("hopper turned decode", 1),
+    ("hopper turned many", 1), ("hopper turned without norms", 1),
+])  # fmt: skip
 def test_attention_by_warp_groups_multiplies_without_a_stop(compiled: dict[str, Any], name: str, groups: int) -> None:
     """Two sums of scores and two of values in a turn, waited for together; the first scores and the last values
     alone."""

@@ -99,12 +99,14 @@ def test_attention_is_timed_by_every_way(
 ) -> None:
     mixed = attention_mixed.mixed_attention  # Triton's interpreter knows no early launch
     monkeypatch.setattr(attention_mixed, "mixed_attention", lambda *args, pdl=False, **named: mixed(*args, **named))
-    earlier = ("tables", "rows", "tile_seq", "tile_first", "query_start", "context_len")
+    earlier = ("tables", "rows", "tile_seq", "tile_first", "query_start", "context_len", "k_cache", "v_cache", "slots",
+               "positions", "rope", "q_norm", "k_norm")  # fmt: skip
     with interpreting(constant=earlier):
         line = tune_fixed_attention.measure(32, count, queries, before)
     assert capsys.readouterr().err == ""
     other = {"once of 64"} if queries == 1 else {"wide", "prefill of 64"}
     same = {"once 2", "once 3", "paged 3 1", "paged 2 1", "paged 1 1", "paged 1 2"} if queries == 1 else {"prefill"}
-    assert set(line["ways"]) == {"mixed", "mixed early"} | same | other
+    turned = {f"{how} {sizes}" for how in ("apart", "turned") for sizes in ("3 1", "2 1", "1 2")} | {"plain"}
+    assert set(line["ways"]) == {"mixed", "mixed early"} | same | other | (turned if queries == 1 else set())
     for name, way in line["ways"].items():  # the interpreters sum in another order than each other
-        assert way["same"] == 1.0 if name.startswith(("mixed", "once ")) and name not in other else way["off"] < 0.02
+        assert way["same"] == 1.0 if name.startswith(("mixed", "once ", "apart")) and name not in other else way["off"] < 0.02

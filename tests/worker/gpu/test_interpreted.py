@@ -103,6 +103,46 @@ def test_decode_steps_rotate_inside_their_attention_unless_they_hold_drafts(
         assert core.scheduler.speculator is not None and sum(core.scheduler.speculator.stats.offered) > 0
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_deterministic_decode_steps_on_hopper_rotate_inside_their_attention(
+    monkeypatch: pytest.MonkeyPatch, drafts: int
+) -> None:
+    """Steps with drafts do not, and `fuse_rope=False` switches it off; all give the same tokens."""
+    if torch.cuda.is_available():
+        pytest.skip("the GPU suite runs this compiled")
+    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    from quire.kernels.triton import hopper_prefill
+    from quire.ops.triton import TritonOps
+    from tests.kernels.triton.gluon_interpreter import interpreting
+
+    monkeypatch.setattr(hopper_prefill, "available", lambda device: True)
+    monkeypatch.setattr(hopper_prefill, "multiprocessors", lambda device: 3)
+    kernel, launched = hopper_prefill.hopper_prefill, list[tuple[int, bool]]()
+
+    def counted(qkv: torch.Tensor, *args: Any, raw: Any = None, **options: Any) -> None:
+        launched.append((qkv.shape[0], raw is not None))
+        kernel(qkv, *args, raw=raw, **options)
+
+    monkeypatch.setattr(hopper_prefill, "hopper_prefill", counted)
+    config = {**CONFIG, "head_dim": 128, "num_attention_heads": 4}
+    params = SamplingParams(temperature=0.0, max_tokens=4 if drafts else 3, ignore_eos=True)
+    found, steps = [], []
+    for fused in (True, False):
+        settings = DeviceOptions(
+            device="cpu", dtype="bfloat16", max_num_seqs=engines.SEQS, max_num_batched_tokens=40,
+            max_model_len=engines.MAX_LEN, draft_rows=drafts * engines.SEQS, fuse_rope=fused, pad_mixed=False,
+        )
+        ops = TritonOps("cpu", torch.bfloat16, deterministic=True)
+        core = engines.make_engine(config, device=True, depth=2, options=settings, ops=ops, drafts=drafts)
+        launched.clear()
+        with interpreting():
+            found.append(engines.run(core, [Request("r0", [7, 8, 9, 10] * (4 if drafts else 1), params, 0, 0.0)]))
+        steps.append(set(launched))
+    assert found[0] == found[1] and all(not raw for _, raw in steps[1])
+    assert {rows for rows, raw in steps[0] if raw} <= {1}
+    assert (2, False) in steps[0] if drafts else (1, True) in steps[0]
+
+
 def test_drafts_on_the_kernels_give_the_cpu_engines_tokens() -> None:
     """Of the target without a layer: its own steps, and those that judge."""
     if torch.cuda.is_available():
