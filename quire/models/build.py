@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.kernels.quantized import FloatWeight, StoredWeight
+from quire.kernels.unread import UnreadFloats
 from quire.layers.spec import MoeSpec
 from quire.models.decoder import Decoder
 from quire.models.excluded import ExcludedModules
@@ -79,7 +81,7 @@ def _load_stored(
     if names.is_extra(source, decoder.spec):
         return True
     try:
-        parts = list(names.split(source, tensor, shapes, decoder.shard.parameters))
+        parts = names.split(source, tensor, shapes, decoder.shard.parameters)
     except KeyError:
         return False
     for name, part in parts:
@@ -88,14 +90,15 @@ def _load_stored(
         if name not in shapes:
             return False
         if _is_matrix(part, name) and excluded.holds(source):
-            part = FloatWeight(part)
+            part = replace(part, kept=True) if isinstance(part, UnreadFloats) else FloatWeight(part)
         decoder.load(name, half_split(name, part, decoder.spec), source)
     return True
 
 
-def _is_matrix(part: StoredWeight, name: str) -> TypeGuard[Tensor]:
+def _is_matrix(part: StoredWeight, name: str) -> TypeGuard[Tensor | UnreadFloats]:
     """Whether a device might round it: norms of each head by itself (Cohere) have two dimensions too."""
-    floats = isinstance(part, Tensor) and part.dim() == 2 and part.is_floating_point()
+    floats = part.dim() == 2 and part.is_floating_point() if isinstance(part, Tensor) else (
+        isinstance(part, UnreadFloats))
     return floats and not name.removesuffix(".weight").endswith("norm")
 
 

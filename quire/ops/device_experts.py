@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire.kernels.quantized import UNIT, CodedWeight, Fp8Weight, Mxfp4Weight, QuantizedWeight, Rounding, UnreadWeight
+from quire.kernels.quantized import UNIT, CodedWeight, Fp8Weight, Mxfp4Weight, QuantizedWeight, Rounding
 from quire.kernels.routing import Clamp, RoutedRows
 from quire.kernels.triton import code_planes, expert_codes, expert_codes_few, expert_few, expert_linear, route
 from quire.kernels.triton.expert_codes import CodedExperts, stacked
 from quire.kernels.triton.linear_planes import narrow
 from quire.kernels.triton.route import ExpertBlocks
+from quire.kernels.unread import UnreadWeight
 from quire.ops.cpu_integer import group_of
 from quire.ops.device_weights import DeviceGroup, DeviceLinear, ExpertLinear, to_codes, to_fp8, to_int8
 from quire.parallel.collectives import TensorGroup

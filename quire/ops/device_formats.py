@@ -17,7 +17,6 @@ from quire.kernels.quantized import (
     Fp8Weight,
     QuantizedWeight,
     Rounding,
-    UnreadWeight,
     WeightUse,
 )
 from quire.kernels.quantized import joined as joined_codes
@@ -39,6 +38,7 @@ from quire.kernels.triton import (
 )
 from quire.kernels.triton.coded_rows import FP8, CodedRows
 from quire.kernels.triton.linear_row import RowShape, linear_row
+from quire.kernels.unread import UnreadWeight
 from quire.ops import device_experts
 from quire.ops.cpu_integer import group_of
 from quire.ops.device_weights import (

@@ -223,7 +223,7 @@ def _weights(source: ModelSource, load_format: str, config: EngineConfig,
     if load_format == "dummy":
         return dummy_weights(source.config, config.model.seed, parts)
     # As they are stored: less memory at once. Codes that are multiplied as floats become such where they are packed.
-    return source.stored_weights(parts)
+    return source.unread_weights(parts)
 
 
 def check_device(config: EngineConfig) -> None:

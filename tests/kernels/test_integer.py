@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from quire.errors import EngineError, ModelLoadError
-from quire.kernels.quantized import BLOCK, QuantizedWeight, Rounding, UnreadWeight, WeightUse
+from quire.kernels.quantized import BLOCK, QuantizedWeight, Rounding, WeightUse
 from quire.kernels.slices import Slices, finish_tree, rank_run
+from quire.kernels.unread import UnreadWeight
 from quire.ops.cpu import CpuOps
 from quire.ops.cpu_integer import KERNELS
 

@@ -18,7 +18,8 @@ import torch
 from quire.bench.ranks.rank_memory import rank_memory
 from quire.cli.inspect_gpu import gpu_facts
 from quire.errors import ConfigError, InvariantError, ModelLoadError
-from quire.kernels.quantized import CodedWeight, QuantizedWeight, UnreadWeight
+from quire.kernels.quantized import CodedWeight, QuantizedWeight
+from quire.kernels.unread import UnreadWeight
 from quire.models.build import dummy_weights, stored_parts
 from quire.models.loader.gguf import GgufFile, GgufTensor
 from quire.models.loader.gguf_quants import QUANT_FORMATS

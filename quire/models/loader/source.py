@@ -125,6 +125,11 @@ class ModelSource(ABC):
     ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]: ...
 
     @abstractmethod
+    def _unread_weights(
+        self, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]: ...
+
+    @abstractmethod
     def _make_tokenizer(self) -> Tokenizer:
         """The one that the model brings with it."""
 
@@ -146,6 +151,13 @@ class ModelSource(ABC):
         """As `weights(None)`, but matrices that the file keeps as codes and scales come as these."""
         self._check_readable()
         return self._stored_weights(parts)
+
+    def unread_weights(
+        self, parts: StoredParts | None = None
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
+        """As `stored_weights`, but large matrices stay in their file until their rows are asked for."""
+        self._check_readable()
+        return self._unread_weights(parts)
 
     def _check_readable(self) -> None:
         if self.is_dummy:
@@ -246,7 +258,8 @@ class GgufSource(ModelSource):
         """As `_read`, in the file's own bits where it is a quantized matrix that is not cut inside a group."""
         import torch
 
-        from quire.kernels.quantized import UNIT, UnreadWeight, joined
+        from quire.kernels.quantized import UNIT, joined
+        from quire.kernels.unread import UnreadWeight
 
         if len(tensor.shape) == 3:
             return self._read_experts(tensor, name, ranges)
@@ -324,6 +337,11 @@ class GgufSource(ModelSource):
     ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
         return joined(self._read_ahead(self._read_stored, parts), lambda name, keys, values: _cut(
             join(_floats(keys), _floats(values), name), name, parts))  # fmt: skip
+
+    def _unread_weights(
+        self, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
+        return self._stored_weights(parts)
 
     def _read_ahead(
         self, read: Callable[[GgufTensor, str, Ranges | None], Read], parts: StoredParts | None
@@ -433,6 +451,13 @@ class FolderSource(ModelSource):
         if self._is_mxfp4:
             return mxfp4.joined_codes(self._mxfp4_tensors(None, parts))
         return self._coded_weights(parts) or self._weights(None, parts)
+
+    def _unread_weights(
+        self, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
+        if self.stores_codes:
+            return self._stored_weights(parts)
+        return safetensors.iterate_unread(self.path, None if parts is None else parts.ranges)
 
     def _coded_weights(
         self, parts: StoredParts | None
