@@ -80,6 +80,8 @@ class UnreadFloats(CodedWeight):
     read: Callable[[int, int], Tensor]
     """Rows [start, stop), in the type that they are stored in. Who keeps them keeps what they were read through."""
     kept: bool = False
+    coded: bool = False
+    """Made of codes, which no family stores turned."""
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -57,7 +57,7 @@ class Merged:
 
     @staticmethod
     def _is_codes(tensor: StoredWeight) -> bool:
-        return isinstance(tensor, CodedWeight) and not isinstance(tensor, UnreadFloats)
+        return tensor.coded if isinstance(tensor, UnreadFloats) else isinstance(tensor, CodedWeight)
 
 
 @dataclass(frozen=True, slots=True)
