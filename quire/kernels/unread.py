@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # saying what a weight is must not cost the import of torch
 
 NUMBERS_AT_ONCE = 4 << 20
 """Of a weight's codes, each a byte, beside what they are read from."""
-_PANELS = 64
-"""Rows, a multiple of those of a panel of codes."""
+PANEL = 16
+"""Rows that are packed together, in whatever is made of codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class UnreadWeight(CodedWeight):
 
     def pieces(self) -> Iterator[QuantizedWeight]:
         """All of it, some rows at a time."""
-        end, count = self.first + self.shape[0], max(1, NUMBERS_AT_ONCE // max(1, self.shape[1]) // _PANELS) * _PANELS
+        end, count = self.first + self.shape[0], max(1, NUMBERS_AT_ONCE // max(1, self.shape[1]) // PANEL) * PANEL
         for start in range(self.first, end, count):
             yield self.read(start, min(end, start + count))
 

@@ -14,19 +14,20 @@ from torch import Tensor
 from quire.errors import EngineError
 from quire.kernels.quantized import BLOCK, UNIT, QuantizedWeight, Rounding, StoredWeight, WeightUse, joined
 from quire.kernels.slices import Slices
-from quire.kernels.unread import UnreadWeight
+from quire.kernels.unread import PANEL, UnreadWeight
 from quire.ops.cpu_panels import float_rows, rows_at_once
 
 KERNELS = ("plain", "avx2", "avx-vnni", "avx512-vnni", "dotprod", "i8mm", "amx")  # by their index in integer.c
 _HEADER = 8  # int64 numbers before the parts: int_weight of integer.h
 _PART = 8  # of a part: int_part
 _ROWS, _SCALE_BYTES, _PLACE = 0, 4, 7  # of these
-PANEL = 16
-"""Output columns of a panel."""
 _LINE = 64
 _ROWS_AT_ONCE = 4096
 _LARGE = 16 << 20
 """Numbers of a weight from which on they are rounded a few rows at a time, when it is packed."""
+_EXACT_SUMS = 128
+"""Columns of a group, rounded to codes of less than eight bits with an offset, up to which half precision holds scale
+and offset: sums over its codes are exact. In a larger one a line may not be fitted (`fitted` of integer_pack.c)."""
 _NARROW = 1024
 """Models with fewer features lose more in four bits than others, above all in what is added to hidden states: they get
 five bits, and eight for that."""
@@ -79,7 +80,7 @@ def round_to_codes(
             library.quire_int_round(floats.data_ptr(), len(floats), k, bits, group, *places)
         return QuantizedWeight(codes, scales, offsets, zero, bits, group)
 
-    if n * k < _LARGE or (bits < 8 and rounding.zero_points):  # a scale of these may need more than half precision
+    if n * k < _LARGE or (bits < 8 and rounding.zero_points and group > _EXACT_SUMS):
         return rounded(0, n)
     return UnreadWeight(0, (n, k), bits, zero, group, rounding.zero_points, 2, rounded)
 

@@ -14,7 +14,6 @@ from quire.kernels.triton import code_planes, expert_codes, expert_codes_few, ex
 from quire.kernels.triton.expert_codes import CodedExperts, stacked
 from quire.kernels.triton.linear_planes import narrow
 from quire.kernels.triton.route import ExpertBlocks
-from quire.kernels.unread import UnreadWeight
 from quire.ops.cpu_integer import group_of
 from quire.ops.device_weights import DeviceGroup, DeviceLinear, ExpertLinear, to_codes, to_fp8, to_int8
 from quire.parallel.collectives import TensorGroup
@@ -24,8 +23,6 @@ from quire.parallel.collectives import TensorGroup
 
 def quantized(weight: Tensor | CodedWeight, rounding: Rounding | None) -> CodedWeight | None:
     """The codes that stay packed of one expert's weight; None: floats do."""
-    if isinstance(weight, UnreadWeight):
-        return weight.whole()
     if isinstance(weight, CodedWeight):
         return weight if _packs(weight) else None
     if rounding is None or not (rounding.fp8 or rounding.bits):

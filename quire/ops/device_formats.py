@@ -38,7 +38,6 @@ from quire.kernels.triton import (
 )
 from quire.kernels.triton.coded_rows import FP8, CodedRows
 from quire.kernels.triton.linear_row import RowShape, linear_row
-from quire.kernels.unread import UnreadWeight
 from quire.ops import device_experts
 from quire.ops.cpu_integer import group_of
 from quire.ops.device_weights import (
@@ -100,8 +99,6 @@ class DeviceFormats:
             return None
         if use is WeightUse.EXPERT:
             return device_experts.quantized(weight, self._rounding)
-        if isinstance(weight, UnreadWeight):
-            weight = weight.whole()
         slices = slices if self._deterministic else None
         if isinstance(weight, Fp8Weight):
             return weight if self._has_fp8 and self._fits(weight, slices) else None

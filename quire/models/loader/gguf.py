@@ -336,8 +336,8 @@ class GgufFile:
     def read_range(
         self, tensor: GgufTensor, dim: int, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> np.ndarray:
-        """[start, stop) along dimension `dim` of a matrix, or of a vector; of rows these `columns`. Nothing else is read
-        but the rest of the blocks at the borders. Of merged experts, [experts, rows, columns], whole ones."""
+        """[start, stop) along dimension `dim` of a matrix, or of a vector; of rows these `columns`. Nothing is read
+        beside but the rest of the blocks at the borders. Of merged experts, [experts, rows, columns], whole ones."""
         if len(tensor.shape) == 3:
             experts, rows, width = tensor.shape
             flat = replace(tensor, shape=(experts * rows, width))
