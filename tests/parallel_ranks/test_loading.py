@@ -84,7 +84,7 @@ def test_parts_of_several_safetensors(
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_random_weights_are_the_same_at_every_size(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.models.build._RANDOM_AT_ONCE", 777)  # so that matrices are made in many pieces
+    monkeypatch.setattr("quire.models.random_rows.AT_ONCE", 777)  # so that matrices are made in many pieces
     config = config_of(make_model(family))
     spec, whole = read_spec(config), dict(dummy_weights(config, 5))
     for place in Place.all(2, 2):
