@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from quire.kernels.quantized import CodedWeight, FloatWeight, QuantizedWeight
+from quire.kernels.quantized import CodedWeight, FloatWeight, QuantizedWeight, StoredWeight
 
 if TYPE_CHECKING:  # saying what a weight is must not cost the import of torch
     import torch
     from torch import Tensor
 
+LARGE = 16 << 20
+"""Numbers of a weight of codes from which on it is worth it."""
 NUMBERS_AT_ONCE = 4 << 20
 """Of a weight's codes, each a byte, beside what they are read from."""
 PANEL = 16
@@ -72,12 +74,13 @@ class UnreadWeight(CodedWeight):
 
 
 @dataclass(frozen=True, slots=True)
-class UnreadFloats(CodedWeight):
-    """A weight of floats. Of merged experts the rows of all lie one below the other."""
+class UnreadRows(CodedWeight):
+    """A weight of floats, or of what a CPU makes floats of. Of merged experts the rows of all lie one below the
+    other."""
 
     first: int
     size: tuple[int, int]
-    read: Callable[[int, int], Tensor]
+    read: Callable[[int, int], StoredWeight]
     """Rows [start, stop), in the type that they are stored in. Who keeps them keeps what they were read through."""
     kept: bool = False
     coded: bool = False
@@ -99,6 +102,22 @@ class UnreadFloats(CodedWeight):
     def to(self, device: torch.device) -> FloatWeight:
         return FloatWeight(self.dequantized().to(device), self.kept)
 
-    def dequantized(self) -> Tensor:
-        """In the type that it is stored in."""
+    def whole(self) -> StoredWeight:
         return self.read(self.first, self.first + self.shape[0])
+
+    def dequantized(self) -> Tensor:
+        """Floats in the type that they are stored in, codes in float32."""
+        found = self.whole()
+        return found.dequantized() if isinstance(found, CodedWeight) else found
+
+
+def rows_of(matrix: Tensor | UnreadRows, start: int, stop: int) -> Tensor:
+    """Rows [start, stop), in the type that they are stored in."""
+    return matrix.rows(slice(start, stop)).dequantized() if isinstance(matrix, UnreadRows) else matrix[start:stop]
+
+
+def half_holds(*numbers: Tensor | None) -> bool:
+    """Whether half precision holds them all, bit for bit."""
+    import torch
+
+    return all(torch.equal(each.half().float(), each) for each in numbers if each is not None)

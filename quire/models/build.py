@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.kernels.quantized import FloatWeight, StoredWeight
-from quire.kernels.unread import UnreadFloats
+from quire.kernels.unread import UnreadRows
 from quire.layers.spec import MoeSpec
 from quire.models.decoder import Decoder
 from quire.models.excluded import ExcludedModules
@@ -91,15 +91,15 @@ def _load_stored(
         if name not in shapes:
             return False
         if _is_matrix(part, name) and excluded.holds(source):
-            part = replace(part, kept=True) if isinstance(part, UnreadFloats) else FloatWeight(part)
+            part = replace(part, kept=True) if isinstance(part, UnreadRows) else FloatWeight(part)
         decoder.load(name, half_split(name, part, decoder.spec), source)
     return True
 
 
-def _is_matrix(part: StoredWeight, name: str) -> TypeGuard[Tensor | UnreadFloats]:
+def _is_matrix(part: StoredWeight, name: str) -> TypeGuard[Tensor | UnreadRows]:
     """Whether a device might round it: norms of each head by itself (Cohere) have two dimensions too."""
     floats = part.dim() == 2 and part.is_floating_point() if isinstance(part, Tensor) else (
-        isinstance(part, UnreadFloats))
+        isinstance(part, UnreadRows))
     return floats and not name.removesuffix(".weight").endswith("norm")
 
 

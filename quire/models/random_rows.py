@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.unread import UnreadFloats
+from quire.kernels.unread import UnreadRows
 from quire.models.stored_parts import NOTHING, Ranges
 
 AT_ONCE = 1 << 20
@@ -55,8 +55,8 @@ class RandomRows:
     def nbytes(self) -> int:
         return self.shape[0] * self.shape[1] * self._dtype.itemsize
 
-    def unread(self) -> UnreadFloats:
-        return UnreadFloats(0, self.shape, self.read)
+    def unread(self) -> UnreadRows:
+        return UnreadRows(0, self.shape, self.read)
 
     def whole(self) -> Tensor:
         """The wanted part. The generator is behind the matrix then."""

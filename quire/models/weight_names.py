@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from quire.errors import ModelLoadError
 from quire.kernels.quantized import CodedWeight, StoredWeight
-from quire.kernels.unread import UnreadFloats
+from quire.kernels.unread import UnreadRows
 from quire.layers.spec import MoeSpec
 from quire.models.spec import DecoderSpec, Shape
 
@@ -43,6 +43,8 @@ class Merged:
                 tensor[index])
             if self.transposed and not self._is_codes(one) and one.dim() == 2:
                 one = (one.dequantized() if isinstance(one, CodedWeight) else one).t()
+            elif self.interleaved and isinstance(one, UnreadRows):
+                one = one.whole()
             if isinstance(one, CodedWeight):
                 yield tuple(one.rows(slice(first, None, count)) for first in range(count)) if self.interleaved else (
                     tuple(one.split([rows // count] * count)))
@@ -57,7 +59,7 @@ class Merged:
 
     @staticmethod
     def _is_codes(tensor: StoredWeight) -> bool:
-        return tensor.coded if isinstance(tensor, UnreadFloats) else isinstance(tensor, CodedWeight)
+        return tensor.coded if isinstance(tensor, UnreadRows) else isinstance(tensor, CodedWeight)
 
 
 @dataclass(frozen=True, slots=True)

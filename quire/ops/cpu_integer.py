@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.errors import EngineError
 from quire.kernels.quantized import BLOCK, UNIT, QuantizedWeight, Rounding, StoredWeight, WeightUse, joined
 from quire.kernels.slices import Slices
-from quire.kernels.unread import PANEL, UnreadWeight
+from quire.kernels.unread import PANEL, UnreadWeight, half_holds
 from quire.ops.cpu_panels import float_rows, rows_at_once
 
 KERNELS = ("plain", "avx2", "avx-vnni", "avx512-vnni", "dotprod", "i8mm", "amx")  # by their index in integer.c
@@ -139,8 +139,7 @@ def _needed(weight: QuantizedWeight) -> int:
     pieces = [weight.rows(slice(at, at + _ROWS_AT_ONCE)) for at in range(0, weight.shape[0], _ROWS_AT_ONCE)]
     if weight.steps is not None and all(_are_multiples(piece) for piece in pieces):
         return 1
-    held = (each for piece in pieces for each in (piece.scales, piece.offsets) if each is not None)
-    return 2 if all(torch.equal(each.half().float(), each) for each in held) else 4
+    return 2 if all(half_holds(piece.scales, piece.offsets) for piece in pieces) else 4
 
 
 def _are_multiples(weight: QuantizedWeight) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.errors import InvariantError
 from quire.kernels.quantized import UNIT, QuantizedWeight, joined
-from quire.kernels.unread import UnreadFloats, UnreadWeight
+from quire.kernels.unread import UnreadRows, UnreadWeight
 from quire.models.loader.gguf import GgufFile, GgufTensor
 from quire.models.shard import Run
 
@@ -39,11 +39,11 @@ class GgufRows:
     def cuts_blocks(self) -> bool:
         return any(edge % self.tensor.format.block_elements for run in self.columns for edge in run)
 
-    def unread(self) -> UnreadWeight | UnreadFloats:
+    def unread(self) -> UnreadWeight | UnreadRows:
         """All of it, left in the file. Floats are what has no codes, or codes that no CPU multiplies."""
         coding = self.tensor.format.coding
         if coding is None or self.cuts_groups:
-            return UnreadFloats(0, self.shape, self.floats, coded=True)
+            return UnreadRows(0, self.shape, self.floats, coded=True)
         scale_bytes = 2 if self.tensor.format.block_elements == UNIT else 1  # blocks of one group store half precision
         return UnreadWeight(0, self.shape, coding.bits, coding.zero, coding.group, coding.offsets, scale_bytes,
                             self.codes)

@@ -18,7 +18,7 @@ from quire.models.stored_parts import NOTHING, Ranges
 if TYPE_CHECKING:
     import torch
 
-    from quire.kernels.unread import UnreadFloats
+    from quire.kernels.unread import UnreadRows
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,6 +26,8 @@ REOPEN_BYTES = 32 << 20
 """Of a file that may be mapped, and not be needed any more."""
 READ_BYTES = 16 << 20
 """Of one tensor, of which ranges are read, that are mapped at once."""
+NO_MATRICES = ("bias", "norm.weight")
+"""Endings of tensors that are no matrices, though those of all heads, or experts, may have two dimensions."""
 SMALL_BYTES = 1 << 20
 """Of a tensor that may be kept as it is. Larger ones are packed, and let go of."""
 Held = TypeVar("Held")
@@ -131,13 +133,13 @@ def iterate_weights(
 
 
 def iterate_unread(
-    folder: Path, ranges_of: RangesOf | None = None, fp8: bool = False
-) -> Iterator[tuple[str, torch.Tensor | UnreadFloats]]:
+    folder: Path, ranges_of: RangesOf | None = None, fp8: bool = False, codes: bool = False
+) -> Iterator[tuple[str, torch.Tensor | UnreadRows]]:
     """The same in the types that they are stored in. Large matrices of floats, and merged experts, are left in their
-    file: whoever packs them reads a few rows at a time."""
+    file: whoever packs them reads a few rows at a time. `codes`: those of bytes too."""
     for path, names in _files(folder):
         with _explained(path):
-            large = _large(path, names, ranges_of)
+            large = _large(path, names, ranges_of, codes)
             for left, some in groupby(names, large.__contains__):
                 if left:
                     yield from ((name, large[name]) for name in some)
@@ -146,37 +148,41 @@ def iterate_unread(
                     yield name, tensor if fp8 and tensor.dtype.itemsize == 1 else _cast(name, tensor, None, path)
 
 
-def _large(path: Path, names: list[str], ranges_of: RangesOf | None) -> dict[str, UnreadFloats]:
+def _large(path: Path, names: list[str], ranges_of: RangesOf | None, codes: bool) -> dict[str, UnreadRows]:
     """Those of a file's tensors that are left in it."""
     from safetensors import safe_open
 
-    from quire.kernels.unread import UnreadFloats
+    from quire.kernels.unread import UnreadRows
 
     found = {}
     with safe_open(path, framework="pt") as shard:
         for name in names:
             stored = shard.get_slice(name)
-            shape, none = tuple(stored.get_shape()), stored[:0]
-            if len(shape) not in (2, 3) or not none.is_floating_point() or none.element_size() < 2:
+            shape = tuple(stored.get_shape())
+            if len(shape) < 2 or name.endswith(NO_MATRICES):
+                continue
+            none: torch.Tensor = stored[:0]
+            if not (codes if none.element_size() == 1 else none.is_floating_point()):
                 continue
             dim, runs = (ranges_of and ranges_of(name, shape)) or (0, ((0, shape[0]),))
             size = [*shape]
             size[dim] = sum(stop - start for start, stop in runs)
             if math.prod(size) * none.element_size() > READ_BYTES:
-                rows = math.prod(size[:-1])
-                found[name] = UnreadFloats(0, (rows, size[-1]), _RowReader(path, name, shape, (dim, runs)))
+                rows = size[0] if len(size) == 2 else size[0] * size[1]
+                found[name] = UnreadRows(0, (rows, math.prod(size) // rows), _RowReader(path, name, shape, (dim, runs)))
     return found
 
 
 class _RowReader:
-    """Reads rows of the ranges that are wanted of a tensor. The rows of merged experts, [experts, rows, columns], are
+    """Reads rows of the ranges that are wanted of a tensor. The rows of merged experts, [experts, rows, ...], are
     counted as if they lay one below the other."""
 
     def __init__(self, path: Path, name: str, shape: Shape, ranges: Ranges) -> None:
         self._path = path
         self._name = name
-        self._each = shape[1] if len(shape) == 3 else 1
+        self._each = shape[1] if len(shape) > 2 else 1
         self._dim, self._runs = ranges
+        self._width = math.prod(shape[2:]) if len(shape) > 2 else shape[1]
 
     def __call__(self, start: int, stop: int) -> torch.Tensor:
         """They lie in the mapped file, unless they had to be joined."""
@@ -185,6 +191,9 @@ class _RowReader:
 
         with _explained(self._path), safe_open(self._path, framework="pt") as shard:
             stored = shard.get_slice(self._name)
+            if start == stop:
+                none: torch.Tensor = stored[:0]
+                return none.new_empty(0, self._width)
             if self._dim == 1:
                 found = [stored[start:stop, low:high] for low, high in self._runs]
             else:
@@ -209,7 +218,7 @@ class _RowReader:
             return rows
         expert, first = divmod(low, self._each)
         one: torch.Tensor = stored[expert : expert + 1, first : first + high - low]
-        return one[0]
+        return one.flatten(2)[0]
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, list[str]]]:

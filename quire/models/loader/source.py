@@ -45,8 +45,6 @@ LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 # interpreter lock, so that two halve the time of a load; more tensors ahead would only cost memory.
 READ_AHEAD = 2
 READ_THREADS = 2
-LARGE = 16 << 20
-"""Numbers of a GGUF's matrix from which on it is read while it is packed, a few rows at a time, and not ahead."""
 Read = TypeVar("Read")
 Made = TypeVar("Made")
 
@@ -271,6 +269,8 @@ class GgufSource(ModelSource):
     def _leave(self, tensor: GgufTensor, name: str, ranges: Ranges | None) -> torch.Tensor | CodedWeight:
         """As `_read_stored`, but a large matrix stays in the file. (Of blocks that are cut nobody knows, before all are
         read, how few bytes hold every scale.)"""
+        from quire.kernels.unread import LARGE
+
         part = self._matrix(tensor, name, ranges)
         if part is None or math.prod(part.shape) < LARGE or part.cuts_blocks:
             return self._read_stored(tensor, name, ranges)
@@ -432,9 +432,11 @@ class FolderSource(ModelSource):
     def _mxfp4_tensors(
         self, dtype: torch.dtype | None, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        return safetensors.iterate_weights(self.path, dtype, self._mxfp4_ranges(parts))
+
+    def _mxfp4_ranges(self, parts: StoredParts | None) -> safetensors.RangesOf | None:
         """Blocks and scales are cut as the weight is whose parts they are: by experts."""
-        ranges = None if parts is None else lambda name, shape: parts.ranges(mxfp4.stem(name), shape)
-        return safetensors.iterate_weights(self.path, dtype, ranges)
+        return None if parts is None else lambda name, shape: parts.ranges(mxfp4.stem(name), shape)
 
     def _stored_weights(
         self, parts: StoredParts | None
@@ -446,23 +448,24 @@ class FolderSource(ModelSource):
     def _unread_weights(
         self, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
-        if self.stores_codes:
-            return self._stored_weights(parts)
-        return safetensors.iterate_unread(self.path, None if parts is None else parts.ranges)
+        if self._is_mxfp4:
+            return mxfp4.joined_unread(safetensors.iterate_unread(self.path, self._mxfp4_ranges(parts), codes=True))
+        coded = self._coded_weights(parts, unread=True)
+        return coded or safetensors.iterate_unread(self.path, None if parts is None else parts.ranges)
 
     def _coded_weights(
-        self, parts: StoredParts | None
+        self, parts: StoredParts | None, unread: bool = False
     ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]] | None:
         """Where the checkpoint stores its weights as codes and scales; None: as floats, or MXFP4."""
         integers, fp8 = integer_scheme(self._config), fp8_scheme(self._config)
         if integers is not None:
             from quire.models.loader.integer_weights import read
 
-            return read(self.path, integers, parts)
+            return read(self.path, integers, parts, unread)
         if fp8 is not None:
             from quire.models.loader.fp8_weights import read as read_fp8
 
-            return read_fp8(self.path, fp8, parts)
+            return read_fp8(self.path, fp8, parts, unread)
         return None
 
 
