@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -250,31 +250,25 @@ class GgufSource(ModelSource):
         return values if dtype is None else values.to(dtype)
 
     def _read_stored(
-        self, tensor: GgufTensor, name: str, ranges: Ranges | None
+        self, tensor: GgufTensor, name: str, ranges: Ranges | None, leave: bool = False
     ) -> torch.Tensor | CodedWeight:
         """As `_read`, in the file's own bits where it is a quantized matrix that is not cut inside a group. All experts
-        of a layer, or a rank's run of them: in codes their rows lie one below the other."""
+        of a layer, or a rank's run of them: in codes their rows lie one below the other. `leave`: a large matrix stays
+        in the file. (Of blocks that are cut nobody knows, before all are read, how few bytes hold every scale.)"""
         import torch
 
         from quire.kernels.quantized import Mxfp4Weight
+        from quire.kernels.unread import LARGE
 
         part = self._matrix(tensor, name, ranges)
+        if part is not None and leave and math.prod(part.shape) >= LARGE and not part.cuts_blocks:
+            return part.unread()
         if part is not None and tensor.format.name == MXFP4 and len(tensor.shape) == 3:
             codes, scales = self._file.read_mxfp4(part.tensor, *part.rows[0])
             return Mxfp4Weight(torch.from_numpy(codes), torch.from_numpy(scales))
         if part is None or tensor.format.coding is None or part.cuts_groups:
             return self._read(tensor, name, None, ranges)
         return part.codes(0, part.shape[0])
-
-    def _leave(self, tensor: GgufTensor, name: str, ranges: Ranges | None) -> torch.Tensor | CodedWeight:
-        """As `_read_stored`, but a large matrix stays in the file. (Of blocks that are cut nobody knows, before all are
-        read, how few bytes hold every scale.)"""
-        from quire.kernels.unread import LARGE
-
-        part = self._matrix(tensor, name, ranges)
-        if part is None or math.prod(part.shape) < LARGE or part.cuts_blocks:
-            return self._read_stored(tensor, name, ranges)
-        return part.unread()
 
     def _matrix(self, tensor: GgufTensor, name: str, ranges: Ranges | None) -> GgufRows | None:
         """The wanted part of a matrix, or of all experts' rows; None of what is none, or is stored turned."""
@@ -326,7 +320,7 @@ class GgufSource(ModelSource):
     def _unread_weights(
         self, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
-        return self._with_latents(self._leave, parts)
+        return self._with_latents(partial(self._read_stored, leave=True), parts)
 
     def _with_latents(
         self, read: Callable[[GgufTensor, str, Ranges | None], torch.Tensor | CodedWeight], parts: StoredParts | None
