@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias, Union
@@ -21,7 +21,6 @@ UNIT = 32
 BITS = (4, 5, 6, 8)
 BLOCK = 256
 """Columns whose scales are multiples of one number, in K-quants."""
-_ROWS_AT_ONCE = 4096
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of an MXFP4 code's low three bits."""
 StoredWeight: TypeAlias = Union["Tensor", "CodedWeight"]
@@ -223,59 +222,6 @@ class QuantizedWeight(CodedWeight):
             grouped += self.offsets.unsqueeze(-1)
         found = grouped.view(n, k)
         return found if self.order is None else found[:, self.order.argsort()]
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadWeight(CodedWeight):
-    """A weight that is still in its file, or in floats: so large that its codes are read, or made, and packed a few
-    rows at a time."""
-
-    first: int
-    """Row of the file's tensor with which it begins."""
-    size: tuple[int, int]
-    bits: int
-    zero: int
-    group: int
-    offsets: bool
-    """Whether it has any."""
-    scale_bytes: int
-    """1: it has `steps`; 2: half precision holds every scale and offset; else 4."""
-    read: Callable[[int, int], QuantizedWeight]
-    """Rows [start, stop) of the tensor."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.size
-
-    def rows(self, index: Tensor | Sequence[int] | slice) -> CodedWeight:
-        if not isinstance(index, slice) or index.step not in (None, 1):
-            return self.whole().rows(index)
-        start, stop, _ = index.indices(self.shape[0])
-        return replace(self, first=self.first + start, size=(max(0, stop - start), self.shape[1]))
-
-    def columns(self, start: int, stop: int) -> QuantizedWeight:
-        return self.whole().columns(start, stop)
-
-    def whole(self) -> QuantizedWeight:
-        return self.read(self.first, self.first + self.shape[0])
-
-    def pieces(self, count: int) -> Iterator[QuantizedWeight]:
-        """All of it, `count` rows at a time."""
-        end = self.first + self.shape[0]
-        for start in range(self.first, end, count):
-            yield self.read(start, min(end, start + count))
-
-    def to(self, device: torch.device) -> QuantizedWeight:
-        return self.whole().to(device)
-
-    def dequantized(self) -> Tensor:
-        import torch
-
-        found, at = torch.empty(self.shape), 0
-        for piece in self.pieces(_ROWS_AT_ONCE):
-            found[at : at + piece.shape[0]] = piece.dequantized()
-            at += piece.shape[0]
-        return found
 
 
 @dataclass(frozen=True, slots=True)

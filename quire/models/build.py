@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.kernels.quantized import FloatWeight, StoredWeight
+from quire.kernels.unread import UnreadRows
 from quire.layers.spec import MoeSpec
 from quire.models.decoder import Decoder
 from quire.models.excluded import ExcludedModules
+from quire.models.random_rows import RandomRows
 from quire.models.registry import family_of, read_spec
 from quire.models.rotary_rows import half_split
 from quire.models.shard import Shard
@@ -29,8 +32,8 @@ _NARROW_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMED_IN_MESSAGE = 4
 _KV_SCALE = re.compile(r"\blayers\.(\d+)\..*\b([kv])_scale$")
 """Of an fp8 cache: self_attn.k_scale (compressed-tensors), self_attn.k_proj.k_scale (ModelOpt)."""
-_RANDOM_AT_ONCE = 1 << 20
-"""Numbers of a random matrix that exist at once, beside those that are wanted."""
+LARGE_BYTES = 16 << 20
+"""Of a random matrix, or a rank's part of it, beyond which it is drawn while it is packed."""
 
 
 def build_decoder(
@@ -79,7 +82,7 @@ def _load_stored(
     if names.is_extra(source, decoder.spec):
         return True
     try:
-        parts = list(names.split(source, tensor, shapes, decoder.shard.parameters))
+        parts = names.split(source, tensor, shapes, decoder.shard.parameters)
     except KeyError:
         return False
     for name, part in parts:
@@ -88,14 +91,15 @@ def _load_stored(
         if name not in shapes:
             return False
         if _is_matrix(part, name) and excluded.holds(source):
-            part = FloatWeight(part)
+            part = replace(part, kept=True) if isinstance(part, UnreadRows) else FloatWeight(part)
         decoder.load(name, half_split(name, part, decoder.spec), source)
     return True
 
 
-def _is_matrix(part: StoredWeight, name: str) -> TypeGuard[Tensor]:
+def _is_matrix(part: StoredWeight, name: str) -> TypeGuard[Tensor | UnreadRows]:
     """Whether a device might round it: norms of each head by itself (Cohere) have two dimensions too."""
-    floats = isinstance(part, Tensor) and part.dim() == 2 and part.is_floating_point()
+    floats = part.dim() == 2 and part.is_floating_point() if isinstance(part, Tensor) else (
+        isinstance(part, UnreadRows))
     return floats and not name.removesuffix(".weight").endswith("norm")
 
 
@@ -110,21 +114,47 @@ def dummy_weights(
     """Random weights for a config, under checkpoint names: cheap, the same for a seed, of a scale that keeps
     activations near one (so that logits are neither flat nor infinite), and of the type that the config gives its
     checkpoint, since kernels keep weights as narrow as they come. With `parts`: of the same weights those."""
+    return ((name, found) for name, found in _random_weights(config, seed, parts, None) if isinstance(found, Tensor))
+
+
+def undrawn_weights(
+    config: Mapping[str, Any], seed: int = 0, parts: StoredParts | None = None
+) -> Iterator[tuple[str, StoredWeight]]:
+    """The same weights. Large ones are drawn while they are packed, before the next one is asked for."""
+    return _random_weights(config, seed, parts, LARGE_BYTES)
+
+
+def _random_weights(
+    config: Mapping[str, Any], seed: int, parts: StoredParts | None, large: int | None
+) -> Iterator[tuple[str, StoredWeight]]:
+    """`large`: bytes beyond which a matrix is left to be drawn; None: none is."""
     spec, names = read_spec(config), family_of(config).names
     kept = _NARROW_TYPES.get(str(config.get("torch_dtype") or config.get("dtype")), torch.float32)
     generator = torch.Generator().manual_seed(seed)
     offset = -spec.layers[0].norm.weight_offset
     for name, shape in names.stored(spec).items():
         wanted = None if parts is None else parts.ranges(name, shape)
-        if len(shape) == 3:
-            found = _random_experts(shape, generator, wanted, kept)
-        elif len(shape) == 2 and not name.endswith(("norm.weight", "bias")):
-            found = _random(shape, generator, wanted, random_bound(name, shape, spec, names), kept)
-        else:
+        if len(shape) == 3 or (len(shape) == 2 and not name.endswith(("norm.weight", "bias"))):
+            bound = math.sqrt(3.0 / shape[-1]) if len(shape) == 3 else random_bound(name, shape, spec, names)
+            rows = RandomRows(*_as_matrix(shape, wanted), generator, bound, kept)
+            if wanted != NOTHING:
+                whole = large is None or rows.nbytes <= large
+                yield name, rows.whole().view(-1, *shape[1:]) if len(shape) == 3 and whole else (
+                    rows.whole() if whole else rows.unread())
+            rows.settle()
+        elif wanted != NOTHING:
             found = torch.zeros(shape) if name.endswith(("bias", "sinks")) else torch.ones(shape) + offset
-            found = found if wanted in (None, NOTHING) else take(found, wanted)
-        if wanted != NOTHING:
-            yield name, found.to(kept)
+            yield name, (found if wanted is None else take(found, wanted)).to(kept)
+
+
+def _as_matrix(shape: Shape, wanted: Ranges | None) -> tuple[tuple[int, int], Ranges | None]:
+    """The rows of merged experts, of which a rank wants whole ones, lie one below the other."""
+    if len(shape) == 2:
+        return (shape[0], shape[1]), wanted
+    experts, rows, columns = shape
+    if wanted is not None:
+        wanted = (0, tuple((start * rows, stop * rows) for start, stop in wanted[1]))
+    return (experts * rows, columns), wanted
 
 
 def random_bound(name: str, shape: Shape, spec: DecoderSpec, names: WeightNames) -> float:
@@ -135,40 +165,6 @@ def random_bound(name: str, shape: Shape, spec: DecoderSpec, names: WeightNames)
             names.targets(name) == ("embed.weight",)):
         return math.sqrt(6.0 * spec.num_layers)
     return math.sqrt(3.0 / shape[-1])
-
-
-def _random(
-    shape: Shape, generator: torch.Generator, wanted: Ranges | None, bound: float, dtype: torch.dtype
-) -> Tensor:
-    """A uniform matrix, or the wanted part of it, made a few rows at a time: what nobody wants is dropped.
-    (torch draws number after number, so that pieces are those of the whole; a test holds it to that.)"""
-    dim, runs = wanted or (0, ((0, shape[0]),))
-    size = [*shape]
-    size[dim] = sum(stop - start for start, stop in runs)
-    kept = torch.empty(size, dtype=dtype)
-    step = max(1, _RANDOM_AT_ONCE // shape[1])
-    for first in range(0, shape[0], step):
-        rows = torch.empty(min(step, shape[0] - first), shape[1]).uniform_(-bound, bound, generator=generator)
-        place = 0
-        for start, stop in runs:
-            if dim == 1:
-                kept[first : first + len(rows), place : place + stop - start] = rows[:, start:stop]
-            elif start < first + len(rows) and stop > first:
-                low, high = max(start, first), min(stop, first + len(rows))
-                kept[place + low - start : place + high - start] = rows[low - first : high - first]
-            place += stop - start
-    return kept
-
-
-def _random_experts(
-    shape: Shape, generator: torch.Generator, wanted: Ranges | None, dtype: torch.dtype
-) -> Tensor:
-    """The same for a tensor of merged experts, of which a rank wants whole ones."""
-    experts, rows, columns = shape
-    if wanted is not None:
-        wanted = (0, tuple((start * rows, stop * rows) for start, stop in wanted[1]))
-    flat = _random((experts * rows, columns), generator, wanted, math.sqrt(3.0 / columns), dtype)
-    return flat.view(-1, rows, columns)
 
 
 def _check_complete(decoder: Decoder, missing: list[str], extra: list[str]) -> None:

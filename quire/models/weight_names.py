@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from quire.errors import ModelLoadError
 from quire.kernels.quantized import CodedWeight, StoredWeight
+from quire.kernels.unread import UnreadRows
 from quire.layers.spec import MoeSpec
 from quire.models.spec import DecoderSpec, Shape
 
@@ -33,18 +34,32 @@ class Merged:
         return tuple(f"layers.{layer}.{part.format(expert)}.{self.kind}" for part in self.parts)
 
     def split(self, tensor: StoredWeight, experts: int) -> Iterator[tuple[StoredWeight, ...]]:
-        """The parts of one expert after the other; of codes the rows of all lie one below the other, never turned."""
+        """The parts of one expert after the other. Of codes, and of what is still in its file, the rows of all lie one
+        below the other; codes are never turned."""
         count = len(self.parts)
-        if isinstance(tensor, CodedWeight):
-            rows = tensor.shape[0] // experts
-            for index in range(experts):
-                one = tensor.rows(slice(index * rows, (index + 1) * rows))
+        rows = tensor.shape[0] // experts
+        for index in range(experts):
+            one = tensor.rows(slice(index * rows, (index + 1) * rows)) if isinstance(tensor, CodedWeight) else (
+                tensor[index])
+            if self.transposed and not self._is_codes(one) and one.dim() == 2:
+                one = (one.dequantized() if isinstance(one, CodedWeight) else one).t()
+            elif self.interleaved and isinstance(one, UnreadRows):
+                one = one.whole()
+            if isinstance(one, CodedWeight):
                 yield tuple(one.rows(slice(first, None, count)) for first in range(count)) if self.interleaved else (
                     tuple(one.split([rows // count] * count)))
-            return
-        turned = tensor.transpose(1, 2) if self.transposed and tensor.dim() == 3 else tensor
-        for expert in turned:
-            yield tuple(expert[first::count] for first in range(count)) if self.interleaved else expert.chunk(count)
+            else:
+                yield tuple(one[first::count] for first in range(count)) if self.interleaved else one.chunk(count)
+
+    def rows_of(self, tensor: StoredWeight, one: Shape) -> int:
+        """Rows of an expert in a tensor of all of them, each of whose parts has the shape `one`."""
+        if not isinstance(tensor, CodedWeight):
+            return 1
+        return one[1] if self.transposed and not self._is_codes(tensor) else one[0] * len(self.parts)
+
+    @staticmethod
+    def _is_codes(tensor: StoredWeight) -> bool:
+        return tensor.coded if isinstance(tensor, UnreadRows) else isinstance(tensor, CodedWeight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +126,23 @@ class WeightNames:
     def split(
         self, name: str, tensor: StoredWeight, spec_shapes: Mapping[str, Shape], held: Container[str] = ()
     ) -> Iterator[tuple[str, StoredWeight]]:
-        """The decoder's parameters stored in one tensor, as views of it. `held` are those of a rank's shard: a tensor
-        of merged experts may have these alone."""
+        """The decoder's parameters stored in one tensor, as views of it, or read one after the other as they are asked
+        for. `held` are those of a rank's shard: a tensor of merged experts may have these alone. KeyError, at once, if
+        the family has no such tensor."""
         merged = self.merged_in(name)
         if merged is not None:
-            yield from self._split_experts(name, tensor, spec_shapes, held, *merged)
-            return
+            return self._split_experts(name, tensor, spec_shapes, held, *merged)
         targets = self.targets(name)
         if targets and self.is_transposed(targets[0]) and tensor.dim() == 2:
             tensor = (tensor.dequantized() if isinstance(tensor, CodedWeight) else tensor).t()
         if len(targets) <= 1:
-            yield from ((target, tensor) for target in targets)
-            return
+            return ((target, tensor) for target in targets)
         rows = [spec_shapes[target][0] if target in spec_shapes else 0 for target in targets]
         if tensor.dim() == 0 or tensor.shape[0] != sum(rows):
             raise ModelLoadError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, but the config asks for {sum(rows)} rows"
             )
-        yield from zip(targets, tensor.split(rows), strict=True)  # type: ignore[no-untyped-call]
+        return zip(targets, tensor.split(rows), strict=True)  # type: ignore[no-untyped-call]
 
     def _split_experts(
         self, name: str, tensor: StoredWeight, shapes: Mapping[str, Shape], held: Container[str], layer: str,
@@ -138,16 +152,15 @@ class WeightNames:
         experts = list(range(count))
         if not count:
             raise KeyError(name)
-        # Of codes the rows of all experts lie one below the other.
-        each = sum(shapes[target][0] for target in merged.targets(layer, 0)) if isinstance(tensor, CodedWeight) else 1
+        each = merged.rows_of(tensor, shapes[merged.targets(layer, 0)[0]])
         if tensor.dim() and tensor.shape[0] != count * each:
             experts = [number for number in experts if merged.targets(layer, number)[0] in held]
         if tensor.dim() < 2 or tensor.shape[0] != len(experts) * each:
             raise ModelLoadError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, but the config asks for {count} experts"
             )
-        for number, parts in zip(experts, merged.split(tensor, len(experts)), strict=True):
-            yield from zip(merged.targets(layer, number), parts, strict=True)
+        return ((target, part) for number, parts in zip(experts, merged.split(tensor, len(experts)), strict=True)
+                for target, part in zip(merged.targets(layer, number), parts, strict=True))
 
     def stored(self, spec: DecoderSpec) -> dict[str, Shape]:
         """Name and shape of every tensor a checkpoint of this model must hold."""

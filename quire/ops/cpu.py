@@ -19,9 +19,10 @@ from quire.kernels.cpu.build import SOURCE_DIR
 from quire.kernels.cpu.library import load
 from quire.kernels.expert_rows import ExpertRanges, ExpertRows
 from quire.kernels.kv_spec import KVSpec
-from quire.kernels.quantized import CodedWeight, QuantizedWeight, Rounding, StoredWeight, UnreadWeight, WeightUse
+from quire.kernels.quantized import CodedWeight, QuantizedWeight, Rounding, StoredWeight, WeightUse
 from quire.kernels.slices import UNIT, RankTree, Slices
 from quire.kernels.types import HeadShape, HeadTurn, LatentShape, LayerCache, StepContext
+from quire.kernels.unread import UnreadWeight
 from quire.ops import cpu_integer
 from quire.ops.cpu_copies import copy_blocks, copy_slots
 from quire.ops.cpu_drafts import DraftKernels
@@ -144,8 +145,7 @@ class CpuOps(DraftKernels, Ops):
             return weight if cpu_integer.fits(weight.shape[1], slices) else None
         if self._rounding.bits is None or (isinstance(weight, CodedWeight) and weight.kept):
             return None
-        if isinstance(weight, CodedWeight):  # fp8, MXFP4 or act-order, which no CPU multiplies
-            weight = weight.dequantized()
+        # Floats, or fp8, MXFP4 or act-order, which no CPU multiplies
         return cpu_integer.round_to_codes(self._library, weight, slices, self._rounding, use)
 
     def pack_quantized(

@@ -12,20 +12,22 @@ import torch
 from torch import Tensor
 
 from quire.errors import EngineError
-from quire.kernels.quantized import BLOCK, UNIT, QuantizedWeight, Rounding, UnreadWeight, WeightUse, joined
+from quire.kernels.quantized import BLOCK, UNIT, QuantizedWeight, Rounding, StoredWeight, WeightUse, joined
 from quire.kernels.slices import Slices
-from quire.ops.cpu_panels import rows_at_once
+from quire.kernels.unread import PANEL, UnreadWeight, half_holds
+from quire.ops.cpu_panels import float_rows, rows_at_once
 
 KERNELS = ("plain", "avx2", "avx-vnni", "avx512-vnni", "dotprod", "i8mm", "amx")  # by their index in integer.c
 _HEADER = 8  # int64 numbers before the parts: int_weight of integer.h
 _PART = 8  # of a part: int_part
 _ROWS, _SCALE_BYTES, _PLACE = 0, 4, 7  # of these
-PANEL = 16
-"""Output columns of a panel."""
 _LINE = 64
 _ROWS_AT_ONCE = 4096
 _LARGE = 16 << 20
-"""Numbers of a weight in eight bits from which on they are rounded a few rows at a time, when it is packed."""
+"""Numbers of a weight from which on they are rounded a few rows at a time, when it is packed."""
+_EXACT_SUMS = 128
+"""Columns of a group, rounded to codes of less than eight bits with an offset, up to which half precision holds scale
+and offset: sums over its codes are exact. In a larger one a line may not be fitted (`fitted` of integer_pack.c)."""
 _NARROW = 1024
 """Models with fewer features lose more in four bits than others, above all in what is added to hidden states: they get
 five bits, and eight for that."""
@@ -56,9 +58,10 @@ def bits_of(shape: tuple[int, int], adds: bool, asked: int, use: WeightUse) -> i
 
 
 def round_to_codes(
-    library: ctypes.CDLL, weight: Tensor, slices: Slices | None, rounding: Rounding, use: WeightUse
+    library: ctypes.CDLL, weight: StoredWeight, slices: Slices | None, rounding: Rounding, use: WeightUse
 ) -> Codes | None:
-    """A weight of floats as codes, which of a large one are made when it is packed; None where it stays as it is."""
+    """A weight that is not of integers as codes, which of a large one are made when it is packed; None where it stays
+    as it is."""
     if use is WeightUse.EXACT or rounding.bits is None or not fits(weight.shape[1], slices):
         return None
     n, k = weight.shape
@@ -72,12 +75,12 @@ def round_to_codes(
         offsets = torch.empty(stop - start, k // group) if rounding.zero_points else None
         step = rows_at_once(k)
         for row in range(start, stop, step):
-            floats = weight.detach()[row : min(row + step, stop)].to(torch.float32).contiguous()
+            floats = float_rows((weight,), row, min(row + step, stop))
             places = [None if each is None else each[row - start :].data_ptr() for each in (codes, scales, offsets)]
             library.quire_int_round(floats.data_ptr(), len(floats), k, bits, group, *places)
         return QuantizedWeight(codes, scales, offsets, zero, bits, group)
 
-    if n * k < _LARGE or bits < 8:  # with fewer bits a scale may need more than half precision
+    if n * k < _LARGE or (bits < 8 and rounding.zero_points and group > _EXACT_SUMS):
         return rounded(0, n)
     return UnreadWeight(0, (n, k), bits, zero, group, rounding.zero_points, 2, rounded)
 
@@ -121,7 +124,7 @@ def _pack_run(library: ctypes.CDLL, packed: Tensor, row: Tensor, width: int, run
 
 def _pieces(part: Codes) -> Iterator[QuantizedWeight]:
     """Whole panels each, but for the last."""
-    return part.pieces(_ROWS_AT_ONCE) if isinstance(part, UnreadWeight) else iter((part,))
+    return part.pieces() if isinstance(part, UnreadWeight) else iter((part,))
 
 
 def _scale_bytes(run: Sequence[Codes]) -> int:
@@ -136,8 +139,7 @@ def _needed(weight: QuantizedWeight) -> int:
     pieces = [weight.rows(slice(at, at + _ROWS_AT_ONCE)) for at in range(0, weight.shape[0], _ROWS_AT_ONCE)]
     if weight.steps is not None and all(_are_multiples(piece) for piece in pieces):
         return 1
-    held = (each for piece in pieces for each in (piece.scales, piece.offsets) if each is not None)
-    return 2 if all(torch.equal(each.half().float(), each) for each in held) else 4
+    return 2 if all(half_holds(piece.scales, piece.offsets) for piece in pieces) else 4
 
 
 def _are_multiples(weight: QuantizedWeight) -> bool:

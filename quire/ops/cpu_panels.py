@@ -67,7 +67,7 @@ def rows_at_once(width: int) -> int:
     return max(1, _NUMBERS_AT_ONCE // max(1, width) // _PANELS) * _PANELS
 
 
-def _float_rows(parts: Sequence[StoredWeight], start: int, stop: int) -> Tensor:
+def float_rows(parts: Sequence[StoredWeight], start: int, stop: int) -> Tensor:
     """float32 rows [start, stop) of parts that lie one below the other."""
     found, first = [], 0
     for part in parts:
@@ -88,7 +88,7 @@ def packed_floats(
     ready = len(parts) == 1 and isinstance(one, Tensor) and one.dtype is torch.float32 and one.is_contiguous()
     step = n if ready else rows_at_once(k)
     for start in range(0, n, max(1, step)):
-        rows = _float_rows(parts, start, start + step)
+        rows = float_rows(parts, start, start + step)
         place = panels.data_ptr() + library.quire_packed_bytes(code, start, k)
         if not library.quire_pack(rows.data_ptr(), place, rows.shape[0], k, code):
             return False

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire.kernels.quantized import UNIT, CodedWeight, Fp8Weight, Mxfp4Weight, QuantizedWeight, Rounding, UnreadWeight
+from quire.kernels.quantized import UNIT, CodedWeight, Fp8Weight, Mxfp4Weight, QuantizedWeight, Rounding
 from quire.kernels.routing import Clamp, RoutedRows
 from quire.kernels.triton import code_planes, expert_codes, expert_codes_few, expert_few, expert_linear, route
 from quire.kernels.triton.expert_codes import CodedExperts, stacked
@@ -23,8 +23,6 @@ from quire.parallel.collectives import TensorGroup
 
 def quantized(weight: Tensor | CodedWeight, rounding: Rounding | None) -> CodedWeight | None:
     """The codes that stay packed of one expert's weight; None: floats do."""
-    if isinstance(weight, UnreadWeight):
-        return weight.whole()
     if isinstance(weight, CodedWeight):
         return weight if _packs(weight) else None
     if rounding is None or not (rounding.fp8 or rounding.bits):

@@ -17,7 +17,6 @@ from quire.kernels.quantized import (
     Fp8Weight,
     QuantizedWeight,
     Rounding,
-    UnreadWeight,
     WeightUse,
 )
 from quire.kernels.quantized import joined as joined_codes
@@ -100,8 +99,6 @@ class DeviceFormats:
             return None
         if use is WeightUse.EXPERT:
             return device_experts.quantized(weight, self._rounding)
-        if isinstance(weight, UnreadWeight):
-            weight = weight.whole()
         slices = slices if self._deterministic else None
         if isinstance(weight, Fp8Weight):
             return weight if self._has_fp8 and self._fits(weight, slices) else None

@@ -12,7 +12,7 @@ from quire.kernels.cpu.file_pages import forget_file_pages
 from quire.kernels.quantized import StoredWeight
 from quire.kernels.routing import LayerLoad
 from quire.kvtransfer.store import KVStore
-from quire.models.build import build_decoder, dummy_weights, stored_parts
+from quire.models.build import build_decoder, stored_parts, undrawn_weights
 from quire.models.decoder import Decoder
 from quire.models.heads.build import build_head
 from quire.models.heads.ends import HeadTarget, whole_ends
@@ -221,9 +221,9 @@ def _weights(source: ModelSource, load_format: str, config: EngineConfig,
              parts: StoredParts | None = None) -> Iterator[tuple[str, StoredWeight]]:
     """All, or those that a rank wants."""
     if load_format == "dummy":
-        return dummy_weights(source.config, config.model.seed, parts)
+        return undrawn_weights(source.config, config.model.seed, parts)
     # As they are stored: less memory at once. Codes that are multiplied as floats become such where they are packed.
-    return source.stored_weights(parts)
+    return source.unread_weights(parts)
 
 
 def check_device(config: EngineConfig) -> None:

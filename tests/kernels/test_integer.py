@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from quire.errors import EngineError, ModelLoadError
-from quire.kernels.quantized import BLOCK, QuantizedWeight, Rounding, UnreadWeight, WeightUse
+from quire.kernels.quantized import BLOCK, QuantizedWeight, Rounding, WeightUse
 from quire.kernels.slices import Slices, finish_tree, rank_run
+from quire.kernels.unread import UnreadWeight
 from quire.ops.cpu import CpuOps
 from quire.ops.cpu_integer import KERNELS
 
@@ -100,7 +101,7 @@ def test_parts_of_different_formats_stand_side_by_side(ops, randn):
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q6_K"])
 @pytest.mark.parametrize("halves", [True, False])
 def test_a_table_that_is_read_while_it_is_packed_is_the_same_weight(ops, randn, monkeypatch, name, halves):
-    monkeypatch.setattr("quire.ops.cpu_integer._ROWS_AT_ONCE", 16)
+    monkeypatch.setattr("quire.kernels.unread.NUMBERS_AT_ONCE", 1)
     whole, x, read = random_weight(name, 57, halves), randn(3, WIDTH), []
 
     def rows(start, stop):
@@ -122,15 +123,22 @@ def test_a_table_that_is_read_while_it_is_packed_is_the_same_weight(ops, randn, 
     assert torch.equal(table.rows([3, 1]).dequantized(), whole.rows([3, 1]).dequantized())
 
 
-@pytest.mark.parametrize("rounding", [Rounding(8, 32, False), Rounding(8, 64, True), Rounding(4, 32, True)])
+@pytest.mark.parametrize("rounding", [
+    Rounding(8, 32, False), Rounding(8, 64, True), Rounding(4, 32, True), Rounding(4, 32, False), Rounding(8, 0, False),
+    Rounding(5, 128, True), Rounding(4, 0, True)])
 def test_a_large_weight_is_rounded_while_it_is_packed(randn, monkeypatch, rounding):
-    """A few rows at a time, to the same bytes; in eight bits its codes are never there whole."""
-    ops, weight = CpuOps(num_threads=2, rounding=rounding), randn(57, WIDTH).to(torch.bfloat16)
+    """A few rows at a time, to the same bytes: nobody looks at all scales before, for how few bytes hold them. Some
+    rows are of one number, of two, huge, or tiny."""
+    ops, weight = CpuOps(num_threads=2, rounding=rounding), randn(57, WIDTH)
+    weight[1], weight[2], weight[3] = 0.75, torch.arange(WIDTH) % 2, torch.arange(WIDTH) == 5
+    weight[4], weight[5] = 1e3 * weight[4], 1e-30 * weight[5]
+    weight = weight.to(torch.bfloat16)
     whole = ops.quantized(weight, use=WeightUse.EXPERT)
-    monkeypatch.setattr("quire.ops.cpu_integer._ROWS_AT_ONCE", 16)
+    monkeypatch.setattr("quire.kernels.unread.NUMBERS_AT_ONCE", 1)
     monkeypatch.setattr("quire.ops.cpu_integer._LARGE", 1)
     kept = ops.quantized(weight, use=WeightUse.EXPERT)
-    assert isinstance(kept, UnreadWeight) == (rounding.bits == 8)
+    looked_at = rounding.bits < 8 and rounding.zero_points and rounding.group == 0
+    assert isinstance(kept, UnreadWeight) != looked_at
     assert torch.equal(kept.dequantized(), whole.dequantized())
     assert torch.equal(ops.pack_quantized([kept]).panels, ops.pack_quantized([whole]).panels)
 

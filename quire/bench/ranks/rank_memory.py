@@ -6,20 +6,21 @@ import json
 import mmap
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from quire.child import child_environment, module_command
+from quire.machine import peak_memory_bytes
 from quire.parallel.place import Place
 
 
 def rank_memory(model: str, tensor_size: int, num_stages: int, load_format: str = "auto",
-                num_kv_blocks: int = 256) -> list[dict[str, Any]]:
+                num_kv_blocks: int = 256, **options: Any) -> list[dict[str, Any]]:
     """For each rank, in a process of its own: bytes of its weights as they are kept, of its KV pool, and the most that
-    the process had in memory, with the KV pool written to."""
+    the process had in memory, with the KV pool written to. `options`: others of the engine's (dtype, quantization)."""
+    options |= {"load_format": load_format, "num_kv_blocks": num_kv_blocks}
     found = []
     for place in Place.all(tensor_size, num_stages):
-        words = [model, load_format, str(num_kv_blocks), str(tensor_size), str(num_stages), str(place.index)]
+        words = [model, json.dumps(options), str(tensor_size), str(num_stages), str(place.index)]
         done = subprocess.run(module_command("quire.bench.ranks.rank_memory", *words), env=child_environment(),
                               capture_output=True, text=True, check=False)
         if done.returncode:
@@ -29,7 +30,7 @@ def rank_memory(model: str, tensor_size: int, num_stages: int, load_format: str 
     return found
 
 
-def load_rank(model: str, load_format: str, num_kv_blocks: int, place: Place) -> dict[str, int]:
+def load_rank(model: str, options: dict[str, Any], place: Place) -> dict[str, int]:
     from quire.config import EngineConfig
     from quire.engine.assembly.device import resolve
     from quire.engine.assembly.source import open_source
@@ -39,8 +40,7 @@ def load_rank(model: str, load_format: str, num_kv_blocks: int, place: Place) ->
     from quire.parallel.shared import SharedGroup, shared_group_bytes
     from quire.worker.worker import Worker
 
-    config = EngineConfig.create(model=model, load_format=load_format, device="cpu", num_threads=1,
-                                 num_kv_blocks=num_kv_blocks, skip_tokenizer_init=True)
+    config = EngineConfig.create(model=model, device="cpu", num_threads=1, skip_tokenizer_init=True, **options)
     source = open_source(config, progress=False)
     config = resolve(config, source)  # integers that the file stores stay such, as in any engine
     shard = shard_of(read_spec(source.config), place)
@@ -50,20 +50,14 @@ def load_rank(model: str, load_format: str, num_kv_blocks: int, place: Place) ->
         group = SharedGroup(memory, place.tensor_rank, place.tensor_size)
     worker = Worker(source, config, shard, Collectives(group))
     worker.touch_cache()
-    return {"weights": worker.weight_bytes, "kv": num_kv_blocks * shard.kv_bytes_per_block(config.cache.block_size),
-            "peak": _peak_bytes()}
-
-
-def _peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
+    kv = options["num_kv_blocks"] * shard.kv_bytes_per_block(config.cache.block_size)
+    return {"weights": worker.weight_bytes, "kv": kv, "peak": peak_memory_bytes()}
 
 
 def main(words: list[str]) -> None:
-    model, load_format = words[:2]
-    blocks, tensor_size, num_stages, index = map(int, words[2:])
-    print(json.dumps(load_rank(model, load_format, blocks, Place.all(tensor_size, num_stages)[index])))
+    model, options = words[:2]
+    tensor_size, num_stages, index = map(int, words[2:])
+    print(json.dumps(load_rank(model, json.loads(options), Place.all(tensor_size, num_stages)[index])))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.kernels.quantized import Fp8Weight, StoredWeight
+from quire.kernels.unread import UnreadRows, rows_of
 from quire.models.loader import safetensors
 from quire.models.loader.fp8_config import Fp8Scheme
 from quire.models.loader.members import Axes, MemberCut, Members, read_members
@@ -28,8 +29,11 @@ from quire.models.spec import Shape
 from quire.models.stored_parts import Ranges, StoredParts
 
 
-def read(folder: Path, scheme: Fp8Scheme, parts: StoredParts | None) -> Iterator[tuple[str, StoredWeight]]:
-    """(name, weight) of a checkpoint, floats in the type they are stored in; with `parts` those parts of them."""
+def read(
+    folder: Path, scheme: Fp8Scheme, parts: StoredParts | None, unread: bool = False
+) -> Iterator[tuple[str, StoredWeight]]:
+    """(name, weight) of a checkpoint, floats in the type they are stored in; with `parts` those parts of them.
+    `unread`: large ones are left in their files."""
     known = ("weight", scheme.scale, "input_scale")
     found: dict[str, set[str]] = {}
     for name in safetensors.tensor_names(folder):
@@ -50,7 +54,7 @@ def read(folder: Path, scheme: Fp8Scheme, parts: StoredParts | None) -> Iterator
             axes[scheme.scale] = ((0, 1), (1, block))[: len(scales)]
         return MemberCut(shape, wanted, axes, block)
 
-    return read_members(folder, members, make, cut_of, parts, fp8=True)
+    return read_members(folder, members, make, cut_of, parts, fp8=True, unread=unread)
 
 
 class _Reader:
@@ -61,18 +65,22 @@ class _Reader:
         self._members = members
         self._scheme = scheme
 
-    def weight(self) -> Fp8Weight:
+    def weight(self) -> StoredWeight:
         codes = self._members["weight"]
-        if codes.dtype is not torch.float8_e4m3fn or codes.dim() != 2:
+        if rows_of(codes, 0, 0).dtype is not torch.float8_e4m3fn or codes.dim() != 2:
             self._refuse("weight", "fp8 (e4m3) of two dimensions")
         rows, columns = codes.shape
-        block = self._scheme.block
-        return Fp8Weight(codes, self._scales(rows, columns), block or columns, self._input_scale())
+        block, scales, input_scale = self._scheme.block or columns, self._scales(rows, columns), self._input_scale()
+
+        def some(start: int, stop: int) -> Fp8Weight:
+            return Fp8Weight(rows_of(codes, start, stop), scales[start:stop], block, input_scale)
+
+        return some(0, rows) if isinstance(codes, Tensor) else UnreadRows(0, (rows, columns), some, coded=True)
 
     def _scales(self, rows: int, columns: int) -> Tensor:
         """float32 [rows, 1], or [rows, columns / block]."""
         name, block = self._scheme.scale, self._scheme.block
-        scales = self._members[name]
+        scales = self._tensor(name)
         if not scales.is_floating_point() or scales.dtype.itemsize < 2:
             self._refuse(name, "floats")
         scales = scales.to(torch.float32)
@@ -85,7 +93,7 @@ class _Reader:
         return scales.reshape(-1, 1).expand(rows, 1).contiguous()
 
     def _input_scale(self) -> float | None:
-        held = self._members.get("input_scale")
+        held = self._tensor("input_scale") if "input_scale" in self._members else None
         if not self._scheme.fixed_inputs:
             if held is not None:
                 self._refuse("input_scale", "activations that find their own scales")
@@ -96,8 +104,13 @@ class _Reader:
             self._refuse("input_scale", "one number")
         return float(held)
 
+    def _tensor(self, member: str) -> Tensor:
+        """All of it."""
+        held = self._members[member]
+        return held if isinstance(held, Tensor) else held.dequantized()
+
     def _refuse(self, member: str, wanted: str) -> NoReturn:
-        tensor = self._members[member]
+        tensor = self._tensor(member)
         raise ModelLoadError(
             f"tensor {self._module + '.' + member!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, which does not "
             f"go with {wanted}: quantization_config and the weights are not of the same model"

@@ -261,11 +261,12 @@ class _Part:
     width: int
 
     @classmethod
-    def of(cls, tensor: GgufTensor, dim: int, start: int, stop: int) -> _Part:
+    def of(cls, tensor: GgufTensor, dim: int, start: int, stop: int, within: tuple[int, int] | None = None) -> _Part:
+        """[start, stop) along dimension `dim`; of rows, the columns `within`."""
         quant, columns = tensor.format, tensor.shape[-1]
         rows = tensor.nbytes // (columns // quant.block_elements * quant.block_bytes)
         by_row = dim < len(tensor.shape) - 1
-        first_row, last_row, low, high = (start, stop, 0, columns) if by_row else (0, rows, start, stop)
+        first_row, last_row, low, high = (start, stop, *(within or (0, columns))) if by_row else (0, rows, start, stop)
         first, last = low // quant.block_elements, -(-high // quant.block_elements)
         skipped = low - first * quant.block_elements
         return cls(tensor, first_row, last_row - first_row, first, last - first, skipped, high - low)
@@ -332,26 +333,30 @@ class GgufFile:
         """Dequantize `tensor` into `out`, a flat C-contiguous float32 array, through small file reads."""
         dequantize_into(tensor.format, self._reader(tensor), out)
 
-    def read_range(self, tensor: GgufTensor, dim: int, start: int, stop: int) -> np.ndarray:
-        """[start, stop) along dimension `dim` of a matrix, or of a vector: nothing else is read but the rest of the
-        blocks at the borders. Of merged experts, [experts, rows, columns], whole ones."""
+    def read_range(
+        self, tensor: GgufTensor, dim: int, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> np.ndarray:
+        """[start, stop) along dimension `dim` of a matrix, or of a vector; of rows these `columns`. Nothing is read
+        beside but the rest of the blocks at the borders. Of merged experts, [experts, rows, columns], whole ones."""
         if len(tensor.shape) == 3:
-            experts, rows, columns = tensor.shape
-            flat = replace(tensor, shape=(experts * rows, columns))
-            return self.read_range(flat, 0, start * rows, stop * rows).reshape(-1, rows, columns)
-        part = _Part.of(tensor, dim, start, stop)
+            experts, rows, width = tensor.shape
+            flat = replace(tensor, shape=(experts * rows, width))
+            return self.read_range(flat, 0, start * rows, stop * rows).reshape(-1, rows, width)
+        part = _Part.of(tensor, dim, start, stop, columns)
         out = np.empty((part.rows, part.blocks * tensor.format.block_elements), np.float32)
         dequantize_into(tensor.format, part.reader(self._reader(tensor)), out.reshape(-1))
         kept = out[:, part.low : part.low + part.width]
         return kept if len(tensor.shape) > 1 else kept[0]
 
-    def read_codes(self, tensor: GgufTensor, dim: int, start: int, stop: int) -> Codes:
+    def read_codes(
+        self, tensor: GgufTensor, dim: int, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> Codes:
         """Of the same part of a quantized matrix: codes uint8, the rest float32, [rows, …] each. Columns are cut at
         borders of groups."""
         quant, coding = tensor.format, tensor.format.coding
         if coding is None:
             raise InvariantError(f"the GGUF tensor {tensor.name!r} of {quant.name} has no codes")
-        part = _Part.of(tensor, dim, start, stop)
+        part = _Part.of(tensor, dim, start, stop, columns)
         if part.low % coding.group or part.width % coding.group:
             raise InvariantError(f"columns {start} to {stop} of {tensor.name!r} cut a group of {coding.group}")
         found = read_codes(quant, coding, part.reader(self._reader(tensor)), part.rows * part.blocks)

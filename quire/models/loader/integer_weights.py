@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from quire.errors import ModelLoadError
 from quire.kernels.quantized import UNIT, QuantizedWeight, StoredWeight
+from quire.kernels.unread import LARGE, UnreadRows, UnreadWeight, half_holds, rows_of
 from quire.models.loader import safetensors
 from quire.models.loader.members import Axes, MemberCut, Members, read_members
 from quire.models.loader.quantization_config import IntegerScheme
@@ -38,17 +40,21 @@ _MEMBERS = {
 }
 _AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which nibble of a word holds each of its eight columns."""
-_WORDS_AT_ONCE = 1 << 20
+_NUMBERS_AT_ONCE = 4 << 20
+"""That are unpacked of a file's words: what does it makes several copies."""
 _ORDERS = ("g_idx", "weight_g_idx")
 """The members that say which group each column is in."""
 
 
-def read(folder: Path, scheme: IntegerScheme, parts: StoredParts | None) -> Iterator[tuple[str, StoredWeight]]:
-    """(name, weight) of a checkpoint, floats in the type they are stored in; with `parts` those parts of them."""
+def read(
+    folder: Path, scheme: IntegerScheme, parts: StoredParts | None, unread: bool = False
+) -> Iterator[tuple[str, StoredWeight]]:
+    """(name, weight) of a checkpoint, floats in the type they are stored in; with `parts` those parts of them.
+    `unread`: large ones are left in their files, or as a file's words, until their rows are asked for."""
     members = members_of(safetensors.tensor_names(folder), scheme)
 
     def make(module: str, have: Members, cut: MemberCut | None) -> StoredWeight:
-        return _Reader(module, have, scheme, cut).weight()
+        return _Reader(module, have, scheme, cut, unread).weight()
 
     def cut_of(module: str, shapes: Mapping[str, Shape], shape: Shape, wanted: Ranges) -> MemberCut | None:
         cut = _cut_of(scheme, shapes, shape, wanted)
@@ -60,7 +66,7 @@ def read(folder: Path, scheme: IntegerScheme, parts: StoredParts | None) -> Iter
         usual = torch.arange(shape[1]) // cut.group
         return cut if places.shape == usual.shape and torch.equal(places.to(torch.int64), usual) else None
 
-    return read_members(folder, members, make, cut_of, parts)
+    return read_members(folder, members, make, cut_of, parts, unread=unread)
 
 
 def _cut_of(
@@ -106,15 +112,34 @@ def members_of(names: Iterable[str], scheme: IntegerScheme) -> dict[str, frozens
     return {module: frozenset(members) for module, members in found.items() if marks in members}
 
 
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """Codes [N, K] as a file has them."""
+
+    shape: tuple[int, int]
+    unpacked: Callable[[int, int], Tensor]
+    """uint8 [rows, K] of rows [start, stop)."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        found, width = torch.empty(stop - start, self.shape[1], dtype=torch.uint8), self.shape[1]
+        step = max(UNIT, _NUMBERS_AT_ONCE // max(1, width) // UNIT * UNIT)
+        for row in range(start, stop, step):
+            found[row - start : row - start + step] = self.unpacked(row, min(row + step, stop))
+        return found
+
+
 class _Reader:
     """Makes one weight of its members, or of what was read of them; a shape that cannot be is refused with the tensor's
     name. Codes and scales are those that were read, zero points and orders those of the whole weight."""
 
-    def __init__(self, module: str, members: Members, scheme: IntegerScheme, cut: MemberCut | None) -> None:
+    def __init__(
+        self, module: str, members: Members, scheme: IntegerScheme, cut: MemberCut | None, unread: bool
+    ) -> None:
         self._module = module
         self._members = members
         self._scheme = scheme
         self._cut = cut
+        self._unread = unread
 
     def weight(self) -> StoredWeight:
         if self._scheme.layout == "compressed-tensors":
@@ -128,11 +153,10 @@ class _Reader:
         zeros = _unpacked(self._words("qzeros"), bits)
         if self._scheme.layout == "awq":
             zeros = _awq_order(zeros)
-            shape = (columns, len(packed))
-            codes = _in_pieces(packed, 0, lambda words: _awq_order(_unpacked(words, bits)).t(), shape, 1)
+            codes = _Codes((columns, len(packed)), lambda start, stop: _awq_rows(packed, bits, start, stop))
         else:
             shape = (columns, len(packed) * 32 // bits)
-            codes = _in_pieces(packed, 1, lambda words: _unpacked(words.t(), bits), shape)
+            codes = _Codes(shape, lambda start, stop: _unpacked(packed[:, start:stop].t(), bits))
         if tuple(zeros.t().shape) != self._whole(scales.t()):
             self._refuse("qzeros", f"scales of shape {self._whole(scales.t())[::-1]}")
         # A zero point of 0, less one, is stored as the largest number: it wraps.
@@ -140,7 +164,7 @@ class _Reader:
         return self._grouped(codes, scales.t().contiguous(), zeros.contiguous(), bits, "scales", "g_idx")
 
     def _compressed(self) -> StoredWeight:
-        scales = self._members["weight_scale"]
+        scales = self._tensor("weight_scale")
         scales = scales.to(torch.float32).reshape(-1, 1) if scales.dim() < 2 else self._floats("weight_scale")
         codes, bits = self._compressed_codes()
         rows = codes.shape[0]
@@ -151,16 +175,17 @@ class _Reader:
         zeros = self._compressed_zeros(self._whole(scales), bits)
         return self._grouped(codes, scales.contiguous(), zeros, bits, "weight_scale", "weight_g_idx")
 
-    def _compressed_codes(self) -> tuple[Tensor, int]:
-        """uint8 [N, K], each 2 ** (bits - 1) more than the signed number that it stands for."""
+    def _compressed_codes(self) -> tuple[_Codes, int]:
+        """Each 2 ** (bits - 1) more than the signed number that it stands for."""
         if "weight" in self._members:
             weight = self._members["weight"]
-            if weight.dtype is not torch.int8 or weight.dim() != 2:
+            if weight.dim() != 2 or rows_of(weight, 0, 0).dtype is not torch.int8:
                 self._refuse("weight", "int8 numbers of two dimensions")
-            return weight.view(torch.uint8) ^ 128, 8
+            size = (weight.shape[0], weight.shape[1])
+            return _Codes(size, lambda start, stop: rows_of(weight, start, stop).view(torch.uint8) ^ 128), 8
         if "weight_packed" not in self._members or "weight_shape" not in self._members:
             self._refuse("weight_scale", "weight_packed and weight_shape, or weight, beside it")
-        packed, shape = self._words("weight_packed"), self._members["weight_shape"].flatten().tolist()
+        packed, shape = self._words("weight_packed"), self._tensor("weight_shape").flatten().tolist()
         if self._cut is not None and shape == list(self._cut.shape):
             shape = list(self._cut.read_shape)
         fits = [bits for bits in self._scheme.bits
@@ -168,10 +193,10 @@ class _Reader:
         if not fits:
             self._refuse("weight_packed", f"a weight_shape of {shape} and {self._scheme.bits} bits")
         size = (shape[0], shape[1])
-        return _in_pieces(packed, 0, lambda words: _unpacked(words, fits[0])[:, : size[1]], size), fits[0]
+        return _Codes(size, lambda start, stop: _unpacked(packed[start:stop], fits[0])[:, : size[1]]), fits[0]
 
     def _compressed_zeros(self, shape: tuple[int, ...], bits: int) -> Tensor:
-        stored = self._members.get("weight_zero_point")
+        stored = self._tensor("weight_zero_point") if "weight_zero_point" in self._members else None
         if stored is None:
             return torch.full(shape, 1 << (bits - 1), dtype=torch.int16)
         if stored.dtype is torch.int32 and stored.dim() == 2 and "weight_packed" in self._members:
@@ -185,9 +210,9 @@ class _Reader:
         return zeros.contiguous()
 
     def _grouped(
-        self, codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, scales_name: str, order_name: str
+        self, codes: _Codes, scales: Tensor, zeros: Tensor, bits: int, scales_name: str, order_name: str
     ) -> StoredWeight:
-        """Of codes uint8 [N, K], scales float32 [N, groups] and zero points int16 [N, groups]."""
+        """Of codes [N, K], scales float32 [N, groups] and zero points int16 [N, groups]."""
         width, count = codes.shape[1] if self._cut is None else self._cut.shape[1], zeros.shape[1]
         group = _group_of(self._scheme, width, count)
         if group is None:
@@ -199,19 +224,34 @@ class _Reader:
         one_zero = first < 1 << bits and bool((zeros == first).all())
         zeros = self._part(zeros, group)
         if not whole or width % group or (group % UNIT and group != UNIT // 2):
-            return _in_floats(codes, scales, zeros, torch.arange(codes.shape[1]) // group if places is None else places)
-        if places is not None:  # columns of a group side by side
-            places = places.argsort(stable=True)
-            codes = codes[:, places]
-        rows = self._scheme.int8_rows and bits == 8 and group == width
+            group_of = torch.arange(codes.shape[1]) // group if places is None else places
+            return self._left(codes, lambda start, stop: _in_floats(
+                codes.rows(start, stop), scales[start:stop], zeros[start:stop], group_of))
+        order = None if places is None else places.argsort(stable=True)  # columns of a group side by side
+        int8_rows = one_zero and self._scheme.int8_rows and bits == 8 and group == width
         group = min(group, codes.shape[1])  # some columns of one scale
-        if one_zero:
-            return QuantizedWeight(codes.contiguous(), scales, None, first, bits, group, places, rows)
-        return QuantizedWeight(codes.contiguous(), scales, -scales * zeros, 0, bits, group, places)
+        offsets, zero = (None, first) if one_zero else (-scales * zeros, 0)
+
+        def some(start: int, stop: int) -> QuantizedWeight:
+            found, own = codes.rows(start, stop), None if offsets is None else offsets[start:stop]
+            found = found if order is None else found[:, order].contiguous()
+            return QuantizedWeight(found, scales[start:stop], own, zero, bits, group, order, int8_rows)
+
+        if order is not None or not self._leaves(codes):
+            return self._left(codes, some)
+        return UnreadWeight(0, codes.shape, bits, zero, group, offsets is not None,
+                            2 if half_holds(scales, offsets) else 4, some)
+
+    def _leaves(self, codes: _Codes) -> bool:
+        return self._unread and math.prod(codes.shape) >= LARGE
+
+    def _left(self, codes: _Codes, some: Callable[[int, int], StoredWeight]) -> StoredWeight:
+        """What a CPU multiplies as floats."""
+        return UnreadRows(0, codes.shape, some, coded=True) if self._leaves(codes) else some(0, codes.shape[0])
 
     def _order(self, member: str, width: int, count: int, group: int) -> Tensor | None:
         """int64 [K], the group of each column; None: those of neighbours."""
-        order = self._members.get(member)
+        order = self._tensor(member) if member in self._members else None
         usual = torch.arange(width) // group
         if order is None or (order.shape == usual.shape and torch.equal(order.to(torch.int64), usual)):
             return None
@@ -230,21 +270,26 @@ class _Reader:
         return zeros if ranges is None else take(zeros, ranges)
 
     def _words(self, member: str) -> Tensor:
-        tensor = self._members.get(member)
-        if tensor is None:
+        if member not in self._members:
             self._refuse(_SCALES[self._scheme.layout], f"{member} beside it")
+        tensor = self._tensor(member)
         if tensor.dtype is not torch.int32 or tensor.dim() != 2:
             self._refuse(member, "int32 words of two dimensions")
         return tensor
 
     def _floats(self, member: str) -> Tensor:
-        tensor = self._members[member]
+        tensor = self._tensor(member)
         if not tensor.is_floating_point() or tensor.dim() != 2:
             self._refuse(member, "floats of two dimensions")
         return tensor.to(torch.float32)
 
+    def _tensor(self, member: str) -> Tensor:
+        """All of it."""
+        held = self._members[member]
+        return held if isinstance(held, Tensor) else held.dequantized()
+
     def _refuse(self, member: str, wanted: str) -> NoReturn:
-        tensor = self._members[member]
+        tensor = self._tensor(member)
         raise ModelLoadError(
             f"tensor {self._module + '.' + member!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, which does not "
             f"go with {wanted}: quantization_config and the weights are not of the same model"
@@ -259,17 +304,12 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     return torch.stack([numbers & 15, numbers >> 4], -1).flatten(1)
 
 
-def _in_pieces(
-    words: Tensor, dim: int, codes_of: Callable[[Tensor], Tensor], shape: tuple[int, int], place: int = 0
-) -> Tensor:
-    """uint8 [N, K], made of some rows or columns (`dim`) of words at a time, which are rows or columns (`place`) of the
-    codes: what unpacks them makes several copies."""
-    found, done = torch.empty(shape, dtype=torch.uint8), 0
-    for some in words.split(max(1, _WORDS_AT_ONCE * words.shape[dim] // max(1, words.numel())), dim):
-        codes = codes_of(some)
-        found.narrow(place, done, codes.shape[place]).copy_(codes)
-        done += codes.shape[place]
-    return found
+def _awq_rows(packed: Tensor, bits: int, start: int, stop: int) -> Tensor:
+    """Of words [K, N / 8] the codes of rows [start, stop), each of which is a column of numbers."""
+    each = 32 // bits
+    first = start // each
+    codes = _awq_order(_unpacked(packed[:, first : -(-stop // each)], bits))
+    return codes.t()[start - first * each : stop - first * each]
 
 
 def _awq_order(numbers: Tensor) -> Tensor:

@@ -21,12 +21,14 @@ from torch import Tensor
 
 from quire.kernels.quantized import UNIT, FloatWeight, Fp8Weight, QuantizedWeight, StoredWeight, joined_fp8
 from quire.kernels.quantized import joined as joined_weights
+from quire.kernels.unread import UnreadRows, UnreadWeight
 from quire.models.loader import safetensors
 from quire.models.shard import Run
 from quire.models.spec import Shape
 from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
 
-Members = Mapping[str, Tensor]
+Member = Tensor | UnreadRows
+Members = Mapping[str, Member]
 """The tensors of one weight, by the last part of their names."""
 _ROWS_AT_ONCE = 256
 Axes = tuple[tuple[int, int], ...]
@@ -107,11 +109,12 @@ layout has no such part, so that all of it is read."""
 
 def read_members(
     folder: Path, members: Mapping[str, frozenset[str]], make: Make, cut_of: CutOf, parts: StoredParts | None,
-    fp8: bool = False,
+    fp8: bool = False, unread: bool = False,
 ) -> Iterator[tuple[str, StoredWeight]]:
-    """The tensors of a checkpoint, where `make` makes a weight of the members of each module named in `members`."""
+    """The tensors of a checkpoint, where `make` makes a weight of the members of each module named in `members`.
+    `unread`: large ones are left in their files, members of one byte a code among them."""
     if parts is None:
-        whole = safetensors.iterate_weights(folder, None, fp8=fp8)
+        whole = _tensors(folder, None, fp8, unread)
         yield from joined(whole, members, lambda module, have: make(module, have, None))
         return
     cuts = _Cuts(folder, members, cut_of, parts)
@@ -125,7 +128,7 @@ def read_members(
         cut = cuts.of(module)
         return None if cut is None else cut.of(cut.axes.get(member, ()))
 
-    stored = safetensors.iterate_weights(folder, None, ranges_of, fp8)
+    stored = _tensors(folder, ranges_of, fp8, unread)
     for name, weight in joined(stored, members, lambda module, have: make(module, have, cuts.of(module))):
         module = name.removesuffix(".weight")
         cut = cuts.of(module) if module in members else None
@@ -135,6 +138,14 @@ def read_members(
             yield name, weight
         elif (ranges := parts.ranges(name, tuple(weight.shape))) != NOTHING:
             yield name, weight if ranges is None else _taken(weight, ranges)
+
+
+def _tensors(
+    folder: Path, ranges_of: safetensors.RangesOf | None, fp8: bool, unread: bool
+) -> Iterator[tuple[str, Member]]:
+    if unread:
+        return safetensors.iterate_unread(folder, ranges_of, fp8, codes=True)
+    return (each for each in safetensors.iterate_weights(folder, None, ranges_of, fp8))
 
 
 class _Cuts:
@@ -171,11 +182,11 @@ class _Cuts:
 
 
 def joined(
-    stored: Iterable[tuple[str, Tensor]], members: Mapping[str, frozenset[str]],
+    stored: Iterable[tuple[str, Member]], members: Mapping[str, frozenset[str]],
     make: Callable[[str, Members], StoredWeight],
 ) -> Iterator[tuple[str, StoredWeight]]:
     """The same tensors; those of a weight of several members as the one `NAME.weight` that they make."""
-    waiting: dict[str, dict[str, Tensor]] = {}
+    waiting: dict[str, dict[str, Member]] = {}
     for name, tensor in stored:
         module, _, member = name.rpartition(".")
         if member not in members.get(module, ()):
@@ -199,6 +210,12 @@ def _float_columns(weight: QuantizedWeight, runs: Sequence[Run]) -> Tensor:
 def _taken(weight: StoredWeight, ranges: Ranges, row_scale: bool | None = None) -> StoredWeight:
     """`row_scale`: as of the whole weight, where this one is a part of it."""
     dim, runs = ranges
+    if isinstance(weight, UnreadRows | UnreadWeight):
+        if runs == ((0, weight.shape[dim]),):
+            return weight
+        if dim == 0 and len(runs) == 1:
+            return weight.rows(slice(*runs[0]))
+        weight = weight.whole()
     if isinstance(weight, Fp8Weight):
         if dim == 0:
             return joined_fp8([weight.rows(slice(*run)) for run in runs], dim)

@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from quire.errors import ModelLoadError
 from quire.kernels.quantized import Mxfp4Weight, StoredWeight
+from quire.kernels.unread import UnreadRows, rows_of
 
 if TYPE_CHECKING:
     import torch
 
+Held = TypeVar("Held")
 BLOCKS, SCALES = "_blocks", "_scales"
 
 
@@ -53,11 +55,37 @@ def joined_codes(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[
         yield name, tensor if scales is None else coded(tensor, scales, name)
 
 
+def joined_unread(weights: Iterable[tuple[str, torch.Tensor | UnreadRows]]) -> Iterator[tuple[str, StoredWeight]]:
+    """The same where blocks, or scales, may still be in their file: the weight is then, too."""
+    import torch
+
+    for name, tensor, scales in _pairs(weights):
+        if scales is None:
+            yield name, tensor
+            continue
+        if isinstance(tensor, torch.Tensor) and isinstance(scales, torch.Tensor):
+            yield name, coded(tensor, scales, name)
+            continue
+        blocks, exponents = (each.flatten(0, 1).flatten(1) if isinstance(each, torch.Tensor) else each
+                             for each in (tensor, scales))
+        if blocks.shape != (exponents.shape[0], 16 * exponents.shape[1]):
+            shapes = f"{tuple(blocks.shape)} and {tuple(exponents.shape)}"
+            raise ModelLoadError(f"{name}: MXFP4 blocks and scales of shapes {shapes} do not match")
+
+        def some(
+            start: int, stop: int, blocks: torch.Tensor | UnreadRows = blocks,
+            exponents: torch.Tensor | UnreadRows = exponents,
+        ) -> Mxfp4Weight:
+            return Mxfp4Weight(rows_of(blocks, start, stop), rows_of(exponents, start, stop))
+
+        yield name, UnreadRows(0, (blocks.shape[0], 2 * blocks.shape[1]), some, coded=True)
+
+
 def _pairs(
-    weights: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    weights: Iterable[tuple[str, Held]]
+) -> Iterator[tuple[str, Held, Held | None]]:
     """Other tensors, and the blocks and scales of each weight, under its name."""
-    waiting: dict[str, torch.Tensor] = {}
+    waiting: dict[str, Held] = {}
     for name, tensor in weights:
         ending = next((each for each in (BLOCKS, SCALES) if name.endswith(each)), None)
         if ending is None:

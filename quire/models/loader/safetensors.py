@@ -18,12 +18,16 @@ from quire.models.stored_parts import NOTHING, Ranges
 if TYPE_CHECKING:
     import torch
 
+    from quire.kernels.unread import UnreadRows
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 REOPEN_BYTES = 32 << 20
 """Of a file that may be mapped, and not be needed any more."""
 READ_BYTES = 16 << 20
 """Of one tensor, of which ranges are read, that are mapped at once."""
+NO_MATRICES = ("bias", "norm.weight")
+"""Endings of tensors that are no matrices, though those of all heads, or experts, may have two dimensions."""
 SMALL_BYTES = 1 << 20
 """Of a tensor that may be kept as it is. Larger ones are packed, and let go of."""
 Held = TypeVar("Held")
@@ -122,13 +126,108 @@ def iterate_weights(
     """(name, tensor) pairs, one in memory at a time, cast to `dtype` (None keeps the stored type); with `ranges_of`
     only those parts of them are read. `fp8`: tensors in fp8 are handed over too, as they are. Those of no layer come
     first (`tables_first`)."""
+    for path, some in _files(folder):
+        with _explained(path):
+            for name, tensor in _read_file(path, some, ranges_of):
+                yield name, tensor if fp8 and tensor.dtype.itemsize == 1 else _cast(name, tensor, dtype, path)
+
+
+def iterate_unread(
+    folder: Path, ranges_of: RangesOf | None = None, fp8: bool = False, codes: bool = False
+) -> Iterator[tuple[str, torch.Tensor | UnreadRows]]:
+    """The same in the types that they are stored in. Large matrices of floats, and merged experts, are left in their
+    file: whoever packs them reads a few rows at a time. `codes`: those of bytes too."""
+    for path, names in _files(folder):
+        with _explained(path):
+            large = _large(path, names, ranges_of, codes)
+            for left, some in groupby(names, large.__contains__):
+                if left:
+                    yield from ((name, large[name]) for name in some)
+                    continue
+                for name, tensor in _read_file(path, list(some), ranges_of):
+                    yield name, tensor if fp8 and tensor.dtype.itemsize == 1 else _cast(name, tensor, None, path)
+
+
+def _large(path: Path, names: list[str], ranges_of: RangesOf | None, codes: bool) -> dict[str, UnreadRows]:
+    """Those of a file's tensors that are left in it."""
+    from safetensors import safe_open
+
+    from quire.kernels.unread import UnreadRows
+
+    found = {}
+    with safe_open(path, framework="pt") as shard:
+        for name in names:
+            stored = shard.get_slice(name)
+            shape = tuple(stored.get_shape())
+            if len(shape) < 2 or name.endswith(NO_MATRICES):
+                continue
+            none: torch.Tensor = stored[:0]
+            if not (codes if none.element_size() == 1 else none.is_floating_point()):
+                continue
+            dim, runs = (ranges_of and ranges_of(name, shape)) or (0, ((0, shape[0]),))
+            size = [*shape]
+            size[dim] = sum(stop - start for start, stop in runs)
+            if math.prod(size) * none.element_size() > READ_BYTES:
+                rows = size[0] if len(size) == 2 else size[0] * size[1]
+                found[name] = UnreadRows(0, (rows, math.prod(size) // rows), _RowReader(path, name, shape, (dim, runs)))
+    return found
+
+
+class _RowReader:
+    """Reads rows of the ranges that are wanted of a tensor. The rows of merged experts, [experts, rows, ...], are
+    counted as if they lay one below the other."""
+
+    def __init__(self, path: Path, name: str, shape: Shape, ranges: Ranges) -> None:
+        self._path = path
+        self._name = name
+        self._each = shape[1] if len(shape) > 2 else 1
+        self._dim, self._runs = ranges
+        self._width = math.prod(shape[2:]) if len(shape) > 2 else shape[1]
+
+    def __call__(self, start: int, stop: int) -> torch.Tensor:
+        """They lie in the mapped file, unless they had to be joined."""
+        import torch
+        from safetensors import safe_open
+
+        with _explained(self._path), safe_open(self._path, framework="pt") as shard:
+            stored = shard.get_slice(self._name)
+            if start == stop:
+                none: torch.Tensor = stored[:0]
+                return none.new_empty(0, self._width)
+            if self._dim == 1:
+                found = [stored[start:stop, low:high] for low, high in self._runs]
+            else:
+                found = [self._rows(stored, low, high) for low, high in self._spans(start, stop)]
+            return found[0] if len(found) == 1 else torch.cat(found, self._dim)
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Rows of the stored tensor, each span of one expert."""
+        before = 0
+        for first, last in self._runs:
+            shift = first * self._each - before
+            before += (last - first) * self._each
+            low, high = max(start + shift, first * self._each), min(stop + shift, last * self._each)
+            while low < high:
+                end = high if self._each == 1 else min(high, (low // self._each + 1) * self._each)
+                yield low, end
+                low = end
+
+    def _rows(self, stored: Any, low: int, high: int) -> torch.Tensor:
+        if self._each == 1:
+            rows: torch.Tensor = stored[low:high]
+            return rows
+        expert, first = divmod(low, self._each)
+        one: torch.Tensor = stored[expert : expert + 1, first : first + high - low]
+        return one.flatten(2)[0]
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Which tensors are read of which file, in the order in which they are."""
     wanted = _names_by_file(folder)
     files = weight_files(folder)
     held = [(path, name) for path in files for name in _names_in(path, None if wanted is None else wanted[path.name])]
     for path, some in groupby(tables_first(held, lambda entry: entry[1]), lambda entry: entry[0]):
-        with _explained(path):
-            for name, tensor in _read_file(path, [name for _, name in some], ranges_of):
-                yield name, tensor if fp8 and tensor.dtype.itemsize == 1 else _cast(name, tensor, dtype, path)
+        yield path, [name for _, name in some]
 
 
 def tables_first(held: Sequence[Held], name_of: Callable[[Held], str]) -> list[Held]:

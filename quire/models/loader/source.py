@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -10,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -20,7 +21,7 @@ from quire.models.loader.catalog import CATALOG
 from quire.models.loader.fp8_config import fp8_scheme
 from quire.models.loader.gguf import GgufFile, GgufTensor
 from quire.models.loader.gguf_names import architecture_of, hf_config, hf_name, is_extra
-from quire.models.loader.gguf_quants import MXFP4, Coding
+from quire.models.loader.gguf_quants import MXFP4
 from quire.models.loader.gguf_rope import CONFIG_TENSORS
 from quire.models.loader.hub import fetch_from_hub, looks_like_hub_id
 from quire.models.loader.json_file import read_json_object
@@ -36,18 +37,14 @@ from quire.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:  # saying what a model is must not cost the import of torch
     import torch
 
-    from quire.kernels.quantized import CodedWeight, QuantizedWeight
+    from quire.kernels.quantized import CodedWeight
+    from quire.models.loader.gguf_rows import GgufRows
 
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 # Tensors being dequantized ahead of the one that is handed out, and threads that do it. Numpy lets go of the
 # interpreter lock, so that two halve the time of a load; more tensors ahead would only cost memory.
 READ_AHEAD = 2
 READ_THREADS = 2
-LARGE_TABLE = 16 << 20
-"""Weights of so many numbers that are of no layer, a vocabulary's, are read when they are packed, a few rows at a time:
-slower than ahead, and never there twice."""
-LARGE_WEIGHT = 64 << 20
-"""So are these of a layer."""
 Read = TypeVar("Read")
 Made = TypeVar("Made")
 
@@ -125,6 +122,11 @@ class ModelSource(ABC):
     ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]: ...
 
     @abstractmethod
+    def _unread_weights(
+        self, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]: ...
+
+    @abstractmethod
     def _make_tokenizer(self) -> Tokenizer:
         """The one that the model brings with it."""
 
@@ -146,6 +148,13 @@ class ModelSource(ABC):
         """As `weights(None)`, but matrices that the file keeps as codes and scales come as these."""
         self._check_readable()
         return self._stored_weights(parts)
+
+    def unread_weights(
+        self, parts: StoredParts | None = None
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
+        """As `stored_weights`, but large matrices stay in their file until their rows are asked for."""
+        self._check_readable()
+        return self._unread_weights(parts)
 
     def _check_readable(self) -> None:
         if self.is_dummy:
@@ -241,60 +250,44 @@ class GgufSource(ModelSource):
         return values if dtype is None else values.to(dtype)
 
     def _read_stored(
-        self, tensor: GgufTensor, name: str, ranges: Ranges | None
+        self, tensor: GgufTensor, name: str, ranges: Ranges | None, leave: bool = False
     ) -> torch.Tensor | CodedWeight:
-        """As `_read`, in the file's own bits where it is a quantized matrix that is not cut inside a group."""
-        import torch
-
-        from quire.kernels.quantized import UNIT, UnreadWeight, joined
-
-        if len(tensor.shape) == 3:
-            return self._read_experts(tensor, name, ranges)
-        coding = tensor.format.coding
-        dim, runs = ranges or (0, ((0, tensor.shape[0]),))
-        cut = dim == 1 and coding is not None and any(edge % coding.group for run in runs for edge in run)
-        if coding is None or cut or len(tensor.shape) != 2 or self._arch.is_transposed(name):
-            return self._read(tensor, name, None, ranges)
-        # The converters' changes to matrices are orders of rows, so that row numbers show them.
-        rows = torch.arange(sum(stop - start for start, stop in runs) if dim == 0 else tensor.shape[0]).unsqueeze(1)
-        order = self._arch.undo(name, rows, self._config)
-        least = LARGE_WEIGHT if safetensors.in_layer(name) else LARGE_TABLE
-        if order is rows and dim == 0 and len(runs) == 1 and len(rows) * tensor.shape[1] >= least:
-            # Blocks of one group store half precision.
-            (first, last), scale_bytes = runs[0], 2 if tensor.format.block_elements == UNIT else 1
-            return UnreadWeight(first, (last - first, tensor.shape[1]), coding.bits, coding.zero, coding.group,
-                                coding.offsets, scale_bytes,
-                                lambda start, stop: self._codes(tensor, coding, 0, start, stop))
-        weight = joined([self._codes(tensor, coding, dim, *run) for run in runs], dim)
-        return weight if order is rows else weight.rows(order.squeeze(1))
-
-    def _read_experts(
-        self, tensor: GgufTensor, name: str, ranges: Ranges | None
-    ) -> torch.Tensor | CodedWeight:
-        """All experts of a layer, or a rank's run of them; in codes their rows lie one below the other."""
+        """As `_read`, in the file's own bits where it is a quantized matrix that is not cut inside a group. All experts
+        of a layer, or a rank's run of them: in codes their rows lie one below the other. `leave`: a large matrix stays
+        in the file. (Of blocks that are cut nobody knows, before all are read, how few bytes hold every scale.)"""
         import torch
 
         from quire.kernels.quantized import Mxfp4Weight
+        from quire.kernels.unread import LARGE
 
-        experts, each, columns = tensor.shape
-        first, last = (0, experts) if ranges is None else ranges[1][0]
-        flat = replace(tensor, shape=(experts * each, columns))
-        if tensor.format.name == MXFP4:
-            codes, scales = self._file.read_mxfp4(flat, first * each, last * each)
+        part = self._matrix(tensor, name, ranges)
+        if part is not None and leave and math.prod(part.shape) >= LARGE and not part.cuts_blocks:
+            return part.unread()
+        if part is not None and tensor.format.name == MXFP4 and len(tensor.shape) == 3:
+            codes, scales = self._file.read_mxfp4(part.tensor, *part.rows[0])
             return Mxfp4Weight(torch.from_numpy(codes), torch.from_numpy(scales))
-        if tensor.format.coding is None:
+        if part is None or tensor.format.coding is None or part.cuts_groups:
             return self._read(tensor, name, None, ranges)
-        return self._read_stored(flat, name, (0, ((first * each, last * each),)))
+        return part.codes(0, part.shape[0])
 
-    def _codes(self, tensor: GgufTensor, coding: Coding, dim: int, start: int, stop: int) -> QuantizedWeight:
+    def _matrix(self, tensor: GgufTensor, name: str, ranges: Ranges | None) -> GgufRows | None:
+        """The wanted part of a matrix, or of all experts' rows; None of what is none, or is stored turned."""
         import torch
 
-        from quire.kernels.quantized import QuantizedWeight
+        from quire.models.loader.gguf_rows import GgufRows
 
-        found = self._file.read_codes(tensor, dim, start, stop)
-        offsets, steps = (None if each is None else torch.from_numpy(each) for each in (found.offsets, found.steps))
-        return QuantizedWeight(torch.from_numpy(found.codes), torch.from_numpy(found.scales), offsets, coding.zero,
-                               coding.bits, coding.group, steps=steps)
+        if len(tensor.shape) not in (2, 3) or self._arch.is_transposed(name):
+            return None
+        dim, runs = ranges or (0, ((0, tensor.shape[0]),))
+        if len(tensor.shape) == 3:
+            experts, each, width = tensor.shape
+            tensor = replace(tensor, shape=(experts * each, width))
+            runs = tuple((start * each, stop * each) for start, stop in runs)
+        rows, columns = ((0, tensor.shape[0]),) if dim else runs, runs if dim else ((0, tensor.shape[1]),)
+        # The converters' changes to matrices are orders of rows, so that row numbers show them.
+        numbers = torch.arange(sum(stop - start for start, stop in rows)).unsqueeze(1)
+        order = self._arch.undo(name, numbers, self._config)
+        return GgufRows(self._file, tensor, rows, columns, None if order is numbers else order.squeeze(1))
 
     def _wanted(self, parts: StoredParts | None) -> Iterator[tuple[str, GgufTensor, Ranges | None]]:
         layers = int(self._config.get("num_hidden_layers") or self._config["n_layer"])
@@ -322,7 +315,17 @@ class GgufSource(ModelSource):
     def _stored_weights(
         self, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
-        return joined(self._read_ahead(self._read_stored, parts), lambda name, keys, values: _cut(
+        return self._with_latents(self._read_stored, parts)
+
+    def _unread_weights(
+        self, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
+        return self._with_latents(partial(self._read_stored, leave=True), parts)
+
+    def _with_latents(
+        self, read: Callable[[GgufTensor, str, Ranges | None], torch.Tensor | CodedWeight], parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
+        return joined(self._read_ahead(read, parts), lambda name, keys, values: _cut(
             join(_floats(keys), _floats(values), name), name, parts))  # fmt: skip
 
     def _read_ahead(
@@ -423,9 +426,11 @@ class FolderSource(ModelSource):
     def _mxfp4_tensors(
         self, dtype: torch.dtype | None, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        return safetensors.iterate_weights(self.path, dtype, self._mxfp4_ranges(parts))
+
+    def _mxfp4_ranges(self, parts: StoredParts | None) -> safetensors.RangesOf | None:
         """Blocks and scales are cut as the weight is whose parts they are: by experts."""
-        ranges = None if parts is None else lambda name, shape: parts.ranges(mxfp4.stem(name), shape)
-        return safetensors.iterate_weights(self.path, dtype, ranges)
+        return None if parts is None else lambda name, shape: parts.ranges(mxfp4.stem(name), shape)
 
     def _stored_weights(
         self, parts: StoredParts | None
@@ -434,19 +439,27 @@ class FolderSource(ModelSource):
             return mxfp4.joined_codes(self._mxfp4_tensors(None, parts))
         return self._coded_weights(parts) or self._weights(None, parts)
 
-    def _coded_weights(
+    def _unread_weights(
         self, parts: StoredParts | None
+    ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
+        if self._is_mxfp4:
+            return mxfp4.joined_unread(safetensors.iterate_unread(self.path, self._mxfp4_ranges(parts), codes=True))
+        coded = self._coded_weights(parts, unread=True)
+        return coded or safetensors.iterate_unread(self.path, None if parts is None else parts.ranges)
+
+    def _coded_weights(
+        self, parts: StoredParts | None, unread: bool = False
     ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]] | None:
         """Where the checkpoint stores its weights as codes and scales; None: as floats, or MXFP4."""
         integers, fp8 = integer_scheme(self._config), fp8_scheme(self._config)
         if integers is not None:
             from quire.models.loader.integer_weights import read
 
-            return read(self.path, integers, parts)
+            return read(self.path, integers, parts, unread)
         if fp8 is not None:
             from quire.models.loader.fp8_weights import read as read_fp8
 
-            return read_fp8(self.path, fp8, parts)
+            return read_fp8(self.path, fp8, parts, unread)
         return None
 
 

@@ -16,7 +16,8 @@ from compressed_tensors.quantization import QuantizationConfig, apply_quantizati
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 
-from quire.kernels.quantized import Fp8Weight, QuantizedWeight, UnreadWeight
+from quire.kernels.quantized import Fp8Weight, QuantizedWeight
+from quire.kernels.unread import UnreadWeight
 from quire.models.loader.source import resolve_model
 from tests.checkpoints import make_model
 

@@ -83,7 +83,7 @@ def test_what_is_read_makes_the_part_of_the_whole_weight(
     for parts in parts_of(source, size):
         with monkeypatch.context() as patch:
             patch.setattr("quire.models.loader.members._ROWS_AT_ONCE", 7)
-            patch.setattr("quire.models.loader.integer_weights._WORDS_AT_ONCE", 100)
+            patch.setattr("quire.models.loader.integer_weights._NUMBERS_AT_ONCE", 100)
             found = dict(source.stored_weights(parts))
         with monkeypatch.context() as patch:
             patch.setattr(MemberCut, "fits", lambda self, shapes: False)  # read whole, then cut

@@ -1,0 +1,123 @@
+"""Weights that are still in their file, or not made yet: their rows are read while they are packed, a few at a time, so
+that no weight is in memory as it came and packed as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from quire.kernels.quantized import CodedWeight, FloatWeight, QuantizedWeight, StoredWeight
+
+if TYPE_CHECKING:  # saying what a weight is must not cost the import of torch
+    import torch
+    from torch import Tensor
+
+LARGE = 16 << 20
+"""Numbers of a weight of codes from which on it is worth it."""
+NUMBERS_AT_ONCE = 4 << 20
+"""Of a weight's codes, each a byte, beside what they are read from."""
+PANEL = 16
+"""Rows that are packed together, in whatever is made of codes."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadWeight(CodedWeight):
+    """A weight of codes."""
+
+    first: int
+    """Row of what `read` gives with which it begins."""
+    size: tuple[int, int]
+    bits: int
+    zero: int
+    group: int
+    offsets: bool
+    """Whether it has any."""
+    scale_bytes: int
+    """1: it has `steps`; 2: half precision holds every scale and offset; else 4."""
+    read: Callable[[int, int], QuantizedWeight]
+    """Rows [start, stop) of the tensor."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.size
+
+    def rows(self, index: Tensor | Sequence[int] | slice) -> CodedWeight:
+        if not isinstance(index, slice) or index.step not in (None, 1):
+            return self.whole().rows(index)
+        start, stop, _ = index.indices(self.shape[0])
+        return replace(self, first=self.first + start, size=(max(0, stop - start), self.shape[1]))
+
+    def columns(self, start: int, stop: int) -> QuantizedWeight:
+        return self.whole().columns(start, stop)
+
+    def whole(self) -> QuantizedWeight:
+        return self.read(self.first, self.first + self.shape[0])
+
+    def pieces(self) -> Iterator[QuantizedWeight]:
+        """All of it, some rows at a time."""
+        end, count = self.first + self.shape[0], max(1, NUMBERS_AT_ONCE // max(1, self.shape[1]) // PANEL) * PANEL
+        for start in range(self.first, end, count):
+            yield self.read(start, min(end, start + count))
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        return self.whole().to(device)
+
+    def dequantized(self) -> Tensor:
+        import torch
+
+        found, at = torch.empty(self.shape), 0
+        for piece in self.pieces():
+            found[at : at + piece.shape[0]] = piece.dequantized()
+            at += piece.shape[0]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadRows(CodedWeight):
+    """A weight of floats, or of what a CPU makes floats of. Of merged experts the rows of all lie one below the
+    other."""
+
+    first: int
+    size: tuple[int, int]
+    read: Callable[[int, int], StoredWeight]
+    """Rows [start, stop), in the type that they are stored in. Who keeps them keeps what they were read through."""
+    kept: bool = False
+    coded: bool = False
+    """Made of codes, which no family stores turned."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.size
+
+    def rows(self, index: Tensor | Sequence[int] | slice) -> CodedWeight:
+        if not isinstance(index, slice) or index.step not in (None, 1):
+            return FloatWeight(self.dequantized()[index], self.kept)
+        start, stop, _ = index.indices(self.shape[0])
+        return replace(self, first=self.first + start, size=(max(0, stop - start), self.shape[1]))
+
+    def columns(self, start: int, stop: int) -> FloatWeight:
+        return FloatWeight(self.dequantized()[:, start:stop], self.kept)
+
+    def to(self, device: torch.device) -> FloatWeight:
+        return FloatWeight(self.dequantized().to(device), self.kept)
+
+    def whole(self) -> StoredWeight:
+        return self.read(self.first, self.first + self.shape[0])
+
+    def dequantized(self) -> Tensor:
+        """Floats in the type that they are stored in, codes in float32."""
+        found = self.whole()
+        return found.dequantized() if isinstance(found, CodedWeight) else found
+
+
+def rows_of(matrix: Tensor | UnreadRows, start: int, stop: int) -> Tensor:
+    """Rows [start, stop), in the type that they are stored in."""
+    return matrix.rows(slice(start, stop)).dequantized() if isinstance(matrix, UnreadRows) else matrix[start:stop]
+
+
+def half_holds(*numbers: Tensor | None) -> bool:
+    """Whether half precision holds them all, bit for bit."""
+    import torch
+
+    return all(torch.equal(each.half().float(), each) for each in numbers if each is not None)
