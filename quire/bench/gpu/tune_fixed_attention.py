@@ -27,7 +27,7 @@ PROMPTS = ((4, 4096, 0), (16, 1024, 0), (8, 1000, 24), (1, 8192, 24576), (1, 819
 """Sequences, and their keys; sequences, and their queries after so many keys."""
 _PAGED = ((3, 1), (2, 1), (1, 1), (1, 2))
 """Stages, and programs on a multiprocessor."""
-_TURNED = ((3, 1), (2, 1), (1, 2))
+_TURNED = ((3, 1), (1, 2))
 _ROTATED = ("apart", "turned", "plain")
 _PAGE, _SCALE, _LEAST_BYTES = 16, 0.088, 2e8
 _DEVICE = "cuda"
@@ -163,8 +163,9 @@ def _decoding(batch: _Batch, sizes: Any, rows: Any, cache: Any, out: Any, raw: A
     from quire.kernels.triton.hopper_prefill import hopper_prefill
 
     seqs, firsts = np.arange(batch.count, dtype=np.int32), np.zeros(batch.count, np.int32)
-    hopper_prefill(rows, cache, batch.table, None, batch.starts, batch.lengths, *_on_device(batch, seqs, firsts),
-                   batch.shape, _SCALE, out=out, sizes=sizes, pdl=True, raw=raw)  # fmt: skip
+    tile_seq, tile_first = _on_device(batch, seqs, firsts)
+    hopper_prefill(rows, cache, batch.table, None, batch.starts, batch.lengths, tile_seq, tile_first, batch.shape,
+                   _SCALE, out=out, sizes=sizes, pdl=True, raw=raw)  # fmt: skip
 
 
 def _apart(batch: _Batch, sizes: Any, cache: Any, out: Any) -> None:
