@@ -27,7 +27,7 @@ PROMPTS = ((4, 4096, 0), (16, 1024, 0), (8, 1000, 24), (1, 8192, 24576), (1, 819
 """Sequences, and their keys; sequences, and their queries after so many keys."""
 _PAGED = ((3, 1), (2, 1), (1, 1), (1, 2))
 """Stages, and programs on a multiprocessor."""
-_TURNED = ((3, 1), (2, 1), (1, 2))
+_TURNED = ((3, 1), (1, 2))
 _ROTATED = ("apart", "turned", "plain")
 _PAGE, _SCALE, _LEAST_BYTES = 16, 0.088, 2e8
 _DEVICE = "cuda"
@@ -72,7 +72,8 @@ class _Batch:
         return self.qkv.new_zeros(len(self.qkv), self.shape.num_heads * 128)
 
 
-def measure(heads: int, count: int, queries: int, before: int) -> dict[str, Any]:
+def measure(heads: int, count: int, queries: int, before: int, begin: tuple[str, ...] = ("",)) -> dict[str, Any]:
+    """`begin`: how the names of the ways to be timed begin."""
     import torch
 
     from quire.kernels.triton.hopper_prefill import DECODE
@@ -82,7 +83,7 @@ def measure(heads: int, count: int, queries: int, before: int) -> dict[str, Any]
     if queries == 1:
         _apart(batch, DECODE, batch.caches[0], rotated)  # this writes the newest keys
     _mixed(batch, {}, batch.caches[0], base)
-    for name, way in _ways(batch):
+    for name, way in ((name, way) for name, way in _ways(batch) if name.startswith(begin)):
         want = rotated if name.startswith(_ROTATED) else base
         try:
             got = batch.out()
@@ -163,8 +164,9 @@ def _decoding(batch: _Batch, sizes: Any, rows: Any, cache: Any, out: Any, raw: A
     from quire.kernels.triton.hopper_prefill import hopper_prefill
 
     seqs, firsts = np.arange(batch.count, dtype=np.int32), np.zeros(batch.count, np.int32)
-    hopper_prefill(rows, cache, batch.table, None, batch.starts, batch.lengths, *_on_device(batch, seqs, firsts),
-                   batch.shape, _SCALE, out=out, sizes=sizes, pdl=True, raw=raw)  # fmt: skip
+    tile_seq, tile_first = _on_device(batch, seqs, firsts)
+    hopper_prefill(rows, cache, batch.table, None, batch.starts, batch.lengths, tile_seq, tile_first, batch.shape,
+                   _SCALE, out=out, sizes=sizes, pdl=True, raw=raw)  # fmt: skip
 
 
 def _apart(batch: _Batch, sizes: Any, cache: Any, out: Any) -> None:
@@ -221,12 +223,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", nargs="+", type=int, default=[16, 32])
     parser.add_argument("--only", choices=("decode", "prefill"))
+    parser.add_argument("--ways", nargs="+", default=[""], metavar="NAME", help="ways whose names begin so")
     args = parser.parse_args()
     for heads in args.heads:
         for count, keys in DECODES if args.only != "prefill" else ():
-            print(json.dumps(measure(heads, count, 1, keys - 1)), flush=True)
+            print(json.dumps(measure(heads, count, 1, keys - 1, tuple(args.ways))), flush=True)
         for count, queries, before in PROMPTS if args.only != "decode" else ():
-            print(json.dumps(measure(heads, count, queries, before)), flush=True)
+            print(json.dumps(measure(heads, count, queries, before, tuple(args.ways))), flush=True)
 
 
 if __name__ == "__main__":

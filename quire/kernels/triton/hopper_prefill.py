@@ -170,8 +170,9 @@ def hopper_prefill(
 def _turn_arguments(raw: RawHeads | None, cache: LayerCache, unused: Tensor) -> tuple[Any, ...]:
     if raw is None:
         return (*(unused,) * 5, 0.0, unused, unused)
-    rope, q_norm, k_norm = (unused if part is None else part for part in (raw.turn.rope, raw.turn.q_norm, raw.turn.k_norm))
-    return raw.slots, raw.positions, rope, q_norm, k_norm, raw.turn.eps, cache.k, cache.v
+    turn = raw.turn
+    parts = (unused if part is None else part for part in (turn.rope, turn.q_norm, turn.k_norm))
+    return raw.slots, raw.positions, *parts, turn.eps, cache.k, cache.v
 
 
 def _paged(part: Tensor, page: int, layout: Any) -> Any:

@@ -257,16 +257,16 @@ def _fold_keys(
     total = gl.zeros((ROWS,), gl.float32, gl.SliceLayout(1, SUMS))
     low = gl.zeros((ROWS, WIDTH), gl.float32, VALUES)
     high = gl.zeros((ROWS, WIDTH), gl.float32, VALUES)
-    if TURN:
-        if turns == 1:  # noqa: SIM102 (one is decided by the compiler)
+    if TURN:  # noqa: SIM102 (one is decided by the compiler)
+        if turns == 1:
             _put_newest(k_ring, k_full, own, 0, done, last, STAGES, STORED, False)
     scores = warpgroup_mma_wait(0, deps=(_start_scores(q_low, q_high, k_ring, k_full, done, STAGES, SUMS),))
     mbarrier.arrive(k_free.index(done % STAGES))
     weights, _nothing, maximum, total = _softmax(scores, 0, open_end, reach, scale, maximum, total, SUMS)
     p = gl.convert_layout(weights.to(k_ring.dtype), P)
     for turn in range(1, turns):
-        if TURN:
-            if turn == turns - 1:  # noqa: SIM102
+        if TURN:  # noqa: SIM102
+            if turn == turns - 1:
                 _put_newest(k_ring, k_full, own, 0, done + turn, last, STAGES, STORED, False)
         low, high = _start_values(p, low, high, v_ring, v_full, done + turn - 1, STAGES)
         scores = _start_scores(q_low, q_high, k_ring, k_full, done + turn, STAGES, SUMS)

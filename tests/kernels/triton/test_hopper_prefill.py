@@ -132,7 +132,8 @@ def test_decode_steps_may_come_as_their_projection_left_them(
                 part[slot // page, :, slot % page :] = math.nan
     turned, kept = qkv.clone(), pair_cache(cache.k.clone(), cache.v.clone(), page)
     turn = raw.turn
-    rope_and_cache_reference(turned, kept, raw.slots, raw.positions, shape, turn.rope, turn.q_norm, turn.k_norm, turn.eps)
+    rope_and_cache_reference(
+        turned, kept, raw.slots, raw.positions, shape, turn.rope, turn.q_norm, turn.k_norm, turn.eps)
     want = attention_reference(turned, kept, table, start, length, shape, 0.2)
     rows = torch.tensor([0, -(1 << 20), *range(2, count)], dtype=torch.int32)
     tiles = torch.tensor([0, 1, 2, -1, *range(4, count)], dtype=torch.int32), torch.zeros(count, dtype=torch.int32)
