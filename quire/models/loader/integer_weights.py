@@ -121,8 +121,10 @@ class _Codes:
     """uint8 [rows, K] of rows [start, stop)."""
 
     def rows(self, start: int, stop: int) -> Tensor:
-        found, width = torch.empty(stop - start, self.shape[1], dtype=torch.uint8), self.shape[1]
-        step = max(UNIT, _NUMBERS_AT_ONCE // max(1, width) // UNIT * UNIT)
+        step = max(UNIT, _NUMBERS_AT_ONCE // max(1, self.shape[1]) // UNIT * UNIT)
+        if stop - start <= step:
+            return self.unpacked(start, stop).contiguous()
+        found = torch.empty(stop - start, self.shape[1], dtype=torch.uint8)
         for row in range(start, stop, step):
             found[row - start : row - start + step] = self.unpacked(row, min(row + step, stop))
         return found

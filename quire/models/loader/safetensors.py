@@ -183,14 +183,17 @@ class _RowReader:
         self._each = shape[1] if len(shape) > 2 else 1
         self._dim, self._runs = ranges
         self._width = math.prod(shape[2:]) if len(shape) > 2 else shape[1]
+        self._count = shape[0] if self._dim else self._each * sum(stop - start for start, stop in self._runs)
+        self._stored: Any = None
+        """The tensor in the mapped file, between two reads: opening one for every few rows takes time."""
+        self._mapped = 0
 
     def __call__(self, start: int, stop: int) -> torch.Tensor:
         """They lie in the mapped file, unless they had to be joined."""
         import torch
-        from safetensors import safe_open
 
-        with _explained(self._path), safe_open(self._path, framework="pt") as shard:
-            stored = shard.get_slice(self._name)
+        with _explained(self._path):
+            stored = self._tensor()
             if start == stop:
                 none: torch.Tensor = stored[:0]
                 return none.new_empty(0, self._width)
@@ -198,7 +201,17 @@ class _RowReader:
                 found = [stored[start:stop, low:high] for low, high in self._runs]
             else:
                 found = [self._rows(stored, low, high) for low, high in self._spans(start, stop)]
+            self._mapped += (stop - start) * self._width * found[0].element_size()
+            if self._mapped >= READ_BYTES or stop == self._count:
+                self._stored = None  # and with it the pages that were read
             return found[0] if len(found) == 1 else torch.cat(found, self._dim)
+
+    def _tensor(self) -> Any:
+        from safetensors import safe_open
+
+        if self._stored is None:
+            self._stored, self._mapped = safe_open(self._path, framework="pt").get_slice(self._name), 0
+        return self._stored
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Rows of the stored tensor, each span of one expert."""
