@@ -18,7 +18,7 @@ from quire.errors import InvariantError
 from quire.kernels.triton import hopper_prefill
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
 from quire.kernels.triton.attention_few import MOST_DRAFTED as MOST_DRAFTED
-from quire.kernels.triton.attention_few import MOST_SEQUENCES, few_decode_attention
+from quire.kernels.triton.attention_few import MOST_BESIDE_FEW, MOST_SEQUENCES, few_decode_attention
 from quire.kernels.triton.attention_few import fits as few_fits
 from quire.kernels.triton.attention_fresh import fresh_attention, fresh_fits
 from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
@@ -131,6 +131,8 @@ class TritonAttention:
         """Another library's prefill attention, for fresh prompts that cuDNN does not take (see `pick_up`)."""
         self._scratch: dict[HeadShape, DecodeScratch] = {}
         self._room: PageRoom | None = None
+        self.many_few = False
+        """Whether GEMMs of few rows are `few_gemm`'s: then few sequences are more (`MOST_BESIDE_FEW`)."""
         self._processors, self.shared_memory = 4, HOPPER_SHARED
         if device.type == "cuda":
             chip = torch.cuda.get_device_properties(device)
@@ -428,7 +430,8 @@ class TritonAttention:
     ) -> None:
         count, pdl = ctx.num_decodes, self.pdl and ctx.num_decodes == qkv.shape[0]
         batch = (table, ctx.rows, ctx.context_len[:count], split, self.reserve(shape, split.tasks, count), shape, scale)
-        few = turn is not None and (ctx.drafted or (count <= MOST_SEQUENCES and not ctx.long))
+        most = MOST_BESIDE_FEW if self.many_few else MOST_SEQUENCES
+        few = turn is not None and (ctx.drafted or (count <= most and not ctx.long))
         few = few and options["softcap"] is None
         if few and turn is not None and few_fits(self.device, qkv.dtype, shape, turn, cache):
             few_decode_attention(
