@@ -65,7 +65,7 @@ def extra_pieces(
 _PROGRAMS = ((4, 1), (16, 2), (40, 1), (96, 4), (128, 8))
 """Up to so many sequences: programs a multiprocessor."""
 _MOST_PROGRAMS = 16
-_LONG_NARROW = 2
+_LONG_NARROW = 3
 
 
 @dataclass(frozen=True, slots=True)

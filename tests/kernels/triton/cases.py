@@ -280,7 +280,9 @@ def check_rope_decode(
 
     # The kernel of few sequences rounds a key once, as the cache holds it; the others to their own type first.
     wide = torch.float32 if few else dtype
-    want_cache, turned = cache_of(cache.k.to(wide, copy=True), cache.v.to(wide, copy=True)), qkv.to(wide, copy=True)
+    # Neither rounds what it divides by a scale before it is in the cache's type.
+    keys_and_values = (part.to(torch.float32, copy=True) for part in (cache.k, cache.v))
+    want_cache, turned = cache_of(*keys_and_values), qkv.to(wide, copy=True)
     norm_and_turn = (slots, newest, shape, rope, *gains, 1e-6)
     rope_cache.rope_and_cache_reference(turned, want_cache, *norm_and_turn)
     turned = turned.to(dtype)
