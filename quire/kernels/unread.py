@@ -84,7 +84,7 @@ class UnreadRows(CodedWeight):
     """Rows [start, stop), in the type that they are stored in. Who keeps them keeps what they were read through."""
     kept: bool = False
     coded: bool = False
-    """Made of codes, which no family stores turned."""
+    """Made of codes, or of a GGUF: no family stores these turned, and no config excludes them from rounding."""
 
     @property
     def shape(self) -> tuple[int, int]:

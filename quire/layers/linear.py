@@ -24,9 +24,10 @@ from quire.parallel.collectives import TensorGroup
 class Linear:
     """One projection, or several that share their input and are run as one (q, k and v; gate and up).
 
-    Parts wait as they came until the last one is there, then are packed and let go of: peak memory
-    is the packed weights plus one layer's sources. Nothing is allocated from what a config says before the
-    tensors came. `slices` fix the order of its sums where ranks may share them (see `quire.kernels.slices`).
+    Parts wait as they came until the last one is there, then are packed and let go of: peak memory is the packed
+    weights plus one layer's sources, of which large ones may still be in their file (`quire.kernels.unread`). Nothing
+    is allocated from what a config says before the tensors came. `slices` fix the order of its sums where ranks may
+    share them (see `quire.kernels.slices`).
     """
 
     def __init__(

@@ -99,7 +99,7 @@ def _load_stored(
 def _is_matrix(part: StoredWeight, name: str) -> TypeGuard[Tensor | UnreadRows]:
     """Whether a device might round it: norms of each head by itself (Cohere) have two dimensions too."""
     floats = part.dim() == 2 and part.is_floating_point() if isinstance(part, Tensor) else (
-        isinstance(part, UnreadRows))
+        isinstance(part, UnreadRows) and not part.coded)
     return floats and not name.removesuffix(".weight").endswith("norm")
 
 

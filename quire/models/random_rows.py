@@ -10,7 +10,7 @@ from quire.models.stored_parts import NOTHING, Ranges
 
 AT_ONCE = 1 << 20
 """Numbers that exist at once, beside those that are wanted."""
-KEPT_BYTES = 128 << 20
+KEPT_BYTES = 64 << 20
 """Of a part that waits for another one. Of more it is drawn once more when it is packed."""
 
 
