@@ -17,8 +17,8 @@ from quire.attention.backend import FreshPrompts, PrefillLibrary
 from quire.errors import InvariantError
 from quire.kernels.triton import hopper_prefill
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
-from quire.kernels.triton.attention_few import MOST_DRAFTED as MOST_DRAFTED
 from quire.kernels.triton.attention_few import MOST_BESIDE_FEW, MOST_SEQUENCES, few_decode_attention
+from quire.kernels.triton.attention_few import MOST_DRAFTED as MOST_DRAFTED
 from quire.kernels.triton.attention_few import fits as few_fits
 from quire.kernels.triton.attention_fresh import fresh_attention, fresh_fits
 from quire.kernels.triton.attention_mixed import MixedShape, mixed_attention, query_tiles
