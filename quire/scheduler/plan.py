@@ -1,7 +1,6 @@
 """What one step does and what came of it: the only words that scheduler and worker exchange.
 
-Both are plain data (ints, lists, bytes), so any transport can carry them. The scheduler names the rows, so
-every rank of a sharded executor agrees on them without talking.
+Both are plain data, so any transport can carry them. The scheduler names the rows: ranks agree on them without talking.
 """
 
 from __future__ import annotations
@@ -160,8 +159,7 @@ class StepPlan:
     drafts_follow: bool = field(default=False, compare=False, repr=False)
     """The next step will most likely ask for as many `device_drafts`: the worker may begin. It crosses to no rank."""
     head_rests: bool = field(default=False, compare=False, repr=False)
-    """Nobody will ask a head for drafts after these tokens: the worker need not keep what it reads of them. It crosses
-    to no rank."""
+    """No draft head will read these tokens: the worker need not keep their hidden states. It crosses to no rank."""
 
     @property
     def num_tokens(self) -> int:
@@ -186,8 +184,7 @@ class EntryResult:
     kept: tuple[int, ...] = ()
     """Nodes of that tree that were accepted, from the text on."""
     undraftable: bool = False
-    """The worker's head has no drafts for this text, and never will: it was not fed (`StepPlan.head_rests`, which
-    crosses to no rank, and neither does this)."""
+    """The worker's head was not fed with this text (`head_rests`): it will have no drafts. It crosses to no rank."""
 
 
 @dataclass(slots=True)

@@ -245,8 +245,7 @@ class Scheduler:
             self._pacer.submitted(draft.load)
         if self.speculator is not None:
             self.speculator.submitted(planned)
-            plan.drafts_follow = self.speculator.drafts_follow
-            plan.head_rests = self.speculator.head_rests(planned)
+            plan.drafts_follow, plan.head_rests = self.speculator.drafts_follow, self.speculator.head_rests(planned)
         return plan
 
     def _add_transfers(self, plan: StepPlan) -> None:

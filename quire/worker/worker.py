@@ -219,10 +219,9 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
 
 def _weights(source: ModelSource, load_format: str, config: EngineConfig,
              parts: StoredParts | None = None) -> Iterator[tuple[str, StoredWeight]]:
-    """All, or those that a rank wants."""
+    """All, or those that a rank wants, read or drawn where they are packed: less memory at once."""
     if load_format == "dummy":
         return undrawn_weights(source.config, config.model.seed, parts)
-    # As they are stored: less memory at once. Codes that are multiplied as floats become such where they are packed.
     return source.unread_weights(parts)
 
 
