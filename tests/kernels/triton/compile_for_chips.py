@@ -103,8 +103,9 @@ def decode(capability: int) -> None:
     if capability >= FP8:
         narrow = pair_cache(cache.k.to(torch.float8_e4m3fn), cache.v.to(torch.float8_e4m3fn), 16)
         attention_rope.rope_decode_attention(qkv, narrow, *given[2:], turn, prefetch=True, **options)
-        room = unpacked_pages.PageRoom.allocate(heads, 16, 64, HALF, "cpu")
-        unpacked_pages.unpack_pages(narrow, table, ints, unpacked_pages.UnpackedPages(ints, ints), room)
+        if early:  # for `hopper_prefill`
+            pages = unpacked_pages.PageRoom.allocate(heads, 16, 64, HALF, "cpu")
+            unpacked_pages.unpack_pages(narrow, table, ints, unpacked_pages.UnpackedPages(ints, ints), pages)
     shape = LatentShape(16, 512, 64)
     latents = LayerCache(shape.kv, 16, {"latent": torch.empty(4, 1, 16, shape.width, dtype=HALF)})
     room = attention_decode.DecodeScratch.allocate(split.tasks, 4, shape.blocks, "cpu")

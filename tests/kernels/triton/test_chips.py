@@ -17,8 +17,8 @@ SCRIPT = Path(__file__).with_name("compile_for_chips.py")
 KERNELS = Path(__file__).parents[3] / "quire/kernels/triton"
 SHARED = {80: 163 << 10, 89: 99 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a program may have, by compute capability."""
-HOPPER = {"attention_fresh._fresh_mixed_kernel"}
-"""Kernels that need the copy engine, which came with Hopper."""
+HOPPER = {"attention_fresh._fresh_mixed_kernel", "unpacked_pages._unpack_kernel"}
+"""Kernels that need the copy engine, which came with Hopper, or serve one that does."""
 
 
 def _launched() -> set[str]:
