@@ -197,7 +197,7 @@ def test_large_codes_without_scales_are_no_floats(tiny: None, tmp_path: Path) ->
     load(resolve_model(str(tmp_path)))
     path, scale = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj.weight_scale"
     save_file({name: tensor for name, tensor in load_file(path).items() if name != scale}, path)
-    with pytest.raises(ModelLoadError, match="has type torch.int8, but weights are floating point"):
+    with pytest.raises(ModelLoadError, match=r"has type torch\.int8, but weights are floating point"):
         load(resolve_model(str(tmp_path)))
 
 
