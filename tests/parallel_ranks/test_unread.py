@@ -191,13 +191,13 @@ def load(source: ModelSource) -> None:
     build_decoder(source.config, source.unread_weights(), CpuOps(num_threads=1, rounding=Rounding(None)), dtype=None)
 
 
-def test_large_codes_without_scales_are_no_floats(tiny: None, tmp_path: Path) -> None:
-    """They are no members of a weight, so they are refused as a small tensor of such a type is."""
-    write_checkpoint(tmp_path, *KINDS["w8a8"])
+@pytest.mark.parametrize("kind", ["w8a8", "fp8: compressed, a scale a row"])
+def test_large_codes_without_scales_are_no_floats(kind: str, tiny: None, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, *KINDS[kind])
     load(resolve_model(str(tmp_path)))
     path, scale = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj.weight_scale"
     save_file({name: tensor for name, tensor in load_file(path).items() if name != scale}, path)
-    with pytest.raises(ModelLoadError, match=r"has type torch\.int8, but weights are floating point"):
+    with pytest.raises(ModelLoadError, match=r"has type torch\.(int8|float8_e4m3fn) and no scales"):
         load(resolve_model(str(tmp_path)))
 
 
