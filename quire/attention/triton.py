@@ -131,8 +131,8 @@ class TritonAttention:
         """Another library's prefill attention, for fresh prompts that cuDNN does not take (see `pick_up`)."""
         self._scratch: dict[HeadShape, DecodeScratch] = {}
         self._room: PageRoom | None = None
-        self.many_few = False
-        """Whether GEMMs of few rows are `few_gemm`'s: then few sequences are more (`MOST_BESIDE_FEW`)."""
+        self.beside_few_gemm = False
+        """Whether GEMMs of few rows are `few_gemm`'s: then the kernel of few sequences takes more of them."""
         self._processors, self.shared_memory = 4, HOPPER_SHARED
         if device.type == "cuda":
             chip = torch.cuda.get_device_properties(device)
@@ -430,7 +430,7 @@ class TritonAttention:
     ) -> None:
         count, pdl = ctx.num_decodes, self.pdl and ctx.num_decodes == qkv.shape[0]
         batch = (table, ctx.rows, ctx.context_len[:count], split, self.reserve(shape, split.tasks, count), shape, scale)
-        most = MOST_BESIDE_FEW if self.many_few else MOST_SEQUENCES
+        most = MOST_BESIDE_FEW if self.beside_few_gemm else MOST_SEQUENCES
         few = turn is not None and (ctx.drafted or (count <= most and not ctx.long))
         few = few and options["softcap"] is None
         if few and turn is not None and few_fits(self.device, qkv.dtype, shape, turn, cache):

@@ -185,8 +185,8 @@ class Decoder:
                 f"tensor {shown!r} has shape {tuple(tensor.shape)}, but the config asks for "
                 f"{self._shapes[name]}: config.json and the weights are not of the same model"
             )
-        if not isinstance(tensor, CodedWeight) and not tensor.is_floating_point():
-            raise ModelLoadError(f"tensor {shown!r} has type {tensor.dtype}, but weights are floating point")
+        if not isinstance(tensor, CodedWeight) and (not tensor.is_floating_point() or tensor.dtype.itemsize < 2):
+            raise ModelLoadError(f"tensor {shown!r} has type {tensor.dtype} and no scales, but is no float of 16 bits")
         self._missing.discard(name)
         *path, kind = name.split(".")
         if path[0] == "layers":

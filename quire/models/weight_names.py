@@ -51,7 +51,7 @@ class Merged:
             else:
                 yield tuple(one[first::count] for first in range(count)) if self.interleaved else one.chunk(count)
 
-    def rows_of(self, tensor: StoredWeight, one: Shape) -> int:
+    def rows_per_expert(self, tensor: StoredWeight, one: Shape) -> int:
         """Rows of an expert in a tensor of all of them, each of whose parts has the shape `one`."""
         if not isinstance(tensor, CodedWeight):
             return 1
@@ -152,7 +152,7 @@ class WeightNames:
         experts = list(range(count))
         if not count:
             raise KeyError(name)
-        each = merged.rows_of(tensor, shapes[merged.targets(layer, 0)[0]])
+        each = merged.rows_per_expert(tensor, shapes[merged.targets(layer, 0)[0]])
         if tensor.dim() and tensor.shape[0] != count * each:
             experts = [number for number in experts if merged.targets(layer, number)[0] in held]
         if tensor.dim() < 2 or tensor.shape[0] != len(experts) * each:

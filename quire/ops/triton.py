@@ -132,7 +132,7 @@ class TritonOps(Ops):
             slices.check_width(weight.shape[1])
         if gemm_table.few_knows_gate(*weight.shape):
             self._few_width = weight.shape[1]
-            self.attention.many_few = self._few_rows
+            self.attention.beside_few_gemm = self._few_rows
         return DeviceLinear(
             weight.to(self.device, self.dtype).contiguous(),
             None if bias is None else bias.to(self.device, self.dtype).contiguous(),

@@ -213,7 +213,7 @@ def check_rope_decode(rng: random.Random) -> None:
         (FP32, HeadShape(6, 2, 32), 16, many[:32], {"keys": 64, "window": 200}),
     ]
     for kind, heads in ((BF16, 16), (BF16, 32), (FP16, 40), (FP16, 64)):
-        for some in ([1], [129], [600], [2048, 700], [4000]):
+        for some in ([1], [129], [600], [2048, 700], [4000], [700, 1, 129, 0, 2048, 64, 128, 333]):
             few = {"extra": 16, "few": True, "pdl": True, "rows": heads == 32, "window": 300 if heads == 40 else None}
             plans.append((kind, HeadShape(heads, 8, 128), 16, some, few))
             fp8 = {"kv_dtype": torch.float8_e4m3fn, "kv_scale": 1.0 if heads == 16 else 0.5, "norms": heads != 64}

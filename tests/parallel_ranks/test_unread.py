@@ -187,6 +187,29 @@ def test_a_file_that_is_cut_while_it_is_packed_is_named(tiny: None, tmp_path: Pa
         left["model.embed_tokens.weight"].dequantized()
 
 
+def load(source: ModelSource) -> None:
+    build_decoder(source.config, source.unread_weights(), CpuOps(num_threads=1, rounding=Rounding(None)), dtype=None)
+
+
+@pytest.mark.parametrize("kind", ["w8a8", "fp8: compressed, a scale a row"])
+def test_large_codes_without_scales_are_no_floats(kind: str, tiny: None, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, *KINDS[kind])
+    load(resolve_model(str(tmp_path)))
+    path, scale = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj.weight_scale"
+    save_file({name: tensor for name, tensor in load_file(path).items() if name != scale}, path)
+    with pytest.raises(ModelLoadError, match=r"has type torch\.(int8|float8_e4m3fn) and no scales"):
+        load(resolve_model(str(tmp_path)))
+
+
+def test_large_blocks_of_another_type_are_refused(tiny: None, tmp_path: Path) -> None:
+    write_mxfp4(tmp_path, make_model("gpt_oss", hidden_size=64, intermediate_size=96))
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.down_proj_blocks"
+    stored = load_file(path)
+    save_file(stored | {name: stored[name].half()}, path)
+    with pytest.raises(ModelLoadError, match="down_proj: MXFP4 blocks and scales"):
+        load(resolve_model(str(tmp_path)))
+
+
 def test_experts_are_read_one_after_the_other(
     tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,7 @@ class _Reader:
 
     def weight(self) -> StoredWeight:
         codes = self._members["weight"]
-        if rows_of(codes, 0, 0).dtype is not torch.float8_e4m3fn or codes.dim() != 2:
+        if codes.dim() != 2 or rows_of(codes, 0, 0).dtype is not torch.float8_e4m3fn:
             self._refuse("weight", "fp8 (e4m3) of two dimensions")
         rows, columns = codes.shape
         block, scales, input_scale = self._scheme.block or columns, self._scales(rows, columns), self._input_scale()

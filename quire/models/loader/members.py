@@ -114,7 +114,7 @@ def read_members(
     """The tensors of a checkpoint, where `make` makes a weight of the members of each module named in `members`.
     `unread`: large ones are left in their files, members of one byte a code among them."""
     if parts is None:
-        whole = _tensors(folder, None, fp8, unread)
+        whole = _tensors(folder, members, None, fp8, unread)
         yield from joined(whole, members, lambda module, have: make(module, have, None))
         return
     cuts = _Cuts(folder, members, cut_of, parts)
@@ -128,7 +128,7 @@ def read_members(
         cut = cuts.of(module)
         return None if cut is None else cut.of(cut.axes.get(member, ()))
 
-    stored = _tensors(folder, ranges_of, fp8, unread)
+    stored = _tensors(folder, members, ranges_of, fp8, unread)
     for name, weight in joined(stored, members, lambda module, have: make(module, have, cuts.of(module))):
         module = name.removesuffix(".weight")
         cut = cuts.of(module) if module in members else None
@@ -141,10 +141,14 @@ def read_members(
 
 
 def _tensors(
-    folder: Path, ranges_of: safetensors.RangesOf | None, fp8: bool, unread: bool
+    folder: Path, members: Mapping[str, frozenset[str]], ranges_of: safetensors.RangesOf | None, fp8: bool, unread: bool
 ) -> Iterator[tuple[str, Member]]:
+    def is_member(name: str) -> bool:
+        module, _, member = name.rpartition(".")
+        return member in members.get(module, ())
+
     if unread:
-        return safetensors.iterate_unread(folder, ranges_of, fp8, codes=True)
+        return safetensors.iterate_unread(folder, ranges_of, fp8, codes=is_member)
     return (each for each in safetensors.iterate_weights(folder, None, ranges_of, fp8))
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,6 +24,11 @@ BLOCKS, SCALES = "_blocks", "_scales"
 def stem(name: str) -> str:
     """The name of the weight that a tensor is a part of."""
     return name.removesuffix(BLOCKS).removesuffix(SCALES)
+
+
+def is_part(name: str) -> bool:
+    """Whether a tensor is the blocks, or the scales, of a weight."""
+    return name.endswith((BLOCKS, SCALES))
 
 
 def coded(blocks: torch.Tensor, scales: torch.Tensor, name: str) -> Mxfp4Weight:
@@ -49,41 +55,38 @@ def joined(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
         yield name, tensor if scales is None else dequantized(tensor, scales, name).transpose(-1, -2)
 
 
-def joined_codes(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, StoredWeight]]:
-    """The same in the file's own bits: the rows of all experts one below the other."""
-    for name, tensor, scales in _pairs(weights):
-        yield name, tensor if scales is None else coded(tensor, scales, name)
-
-
-def joined_unread(weights: Iterable[tuple[str, torch.Tensor | UnreadRows]]) -> Iterator[tuple[str, StoredWeight]]:
-    """The same where blocks, or scales, may still be in their file: the weight is then, too."""
+def joined_codes(weights: Iterable[tuple[str, torch.Tensor | UnreadRows]]) -> Iterator[tuple[str, StoredWeight]]:
+    """The same in the file's own bits: the rows of all experts one below the other. A weight whose blocks, or scales,
+    are still in their file is there, too."""
     import torch
 
     for name, tensor, scales in _pairs(weights):
         if scales is None:
             yield name, tensor
-            continue
-        if isinstance(tensor, torch.Tensor) and isinstance(scales, torch.Tensor):
+        elif isinstance(tensor, torch.Tensor) and isinstance(scales, torch.Tensor):
             yield name, coded(tensor, scales, name)
-            continue
-        blocks, exponents = (each.flatten(0, 1).flatten(1) if isinstance(each, torch.Tensor) else each
-                             for each in (tensor, scales))
-        if blocks.shape != (exponents.shape[0], 16 * exponents.shape[1]):
-            shapes = f"{tuple(blocks.shape)} and {tuple(exponents.shape)}"
-            raise ModelLoadError(f"{name}: MXFP4 blocks and scales of shapes {shapes} do not match")
-
-        def some(
-            start: int, stop: int, blocks: torch.Tensor | UnreadRows = blocks,
-            exponents: torch.Tensor | UnreadRows = exponents,
-        ) -> Mxfp4Weight:
-            return Mxfp4Weight(rows_of(blocks, start, stop), rows_of(exponents, start, stop))
-
-        yield name, UnreadRows(0, (blocks.shape[0], 2 * blocks.shape[1]), some, coded=True)
+        else:
+            yield name, _unread(tensor, scales, name)
 
 
-def _pairs(
-    weights: Iterable[tuple[str, Held]]
-) -> Iterator[tuple[str, Held, Held | None]]:
+def _unread(blocks: torch.Tensor | UnreadRows, scales: torch.Tensor | UnreadRows, name: str) -> UnreadRows:
+    """Of all experts of a layer: blocks [experts, rows, groups, 16], scales [experts, rows, groups]."""
+    import torch
+
+    codes, exponents = (each.reshape(-1, math.prod(each.shape[2:])) if isinstance(each, torch.Tensor) else each
+                        for each in (blocks, scales))
+    if codes.shape != (exponents.shape[0], 16 * exponents.shape[1]) or any(
+            rows_of(each, 0, 0).dtype is not torch.uint8 for each in (codes, exponents)):
+        shapes = f"{tuple(codes.shape)} and {tuple(exponents.shape)}"
+        raise ModelLoadError(f"{name}: MXFP4 blocks and scales of shapes {shapes} do not match")
+
+    def some(start: int, stop: int) -> Mxfp4Weight:
+        return Mxfp4Weight(rows_of(codes, start, stop), rows_of(exponents, start, stop))
+
+    return UnreadRows(0, (codes.shape[0], 2 * codes.shape[1]), some, coded=True)
+
+
+def _pairs(weights: Iterable[tuple[str, Held]]) -> Iterator[tuple[str, Held, Held | None]]:
     """Other tensors, and the blocks and scales of each weight, under its name."""
     waiting: dict[str, Held] = {}
     for name, tensor in weights:

@@ -133,10 +133,11 @@ def iterate_weights(
 
 
 def iterate_unread(
-    folder: Path, ranges_of: RangesOf | None = None, fp8: bool = False, codes: bool = False
+    folder: Path, ranges_of: RangesOf | None = None, fp8: bool = False, codes: Callable[[str], bool] | None = None
 ) -> Iterator[tuple[str, torch.Tensor | UnreadRows]]:
     """The same in the types that they are stored in. Large matrices of floats, and merged experts, are left in their
-    file: whoever packs them reads a few rows at a time. `codes`: those of bytes too."""
+    file: whoever packs them reads a few rows at a time. `codes`: and those of bytes that have such a name. Any other is
+    handed over, for whoever gets it to look at its type."""
     for path, names in _files(folder):
         with _explained(path):
             large = _large(path, names, ranges_of, codes)
@@ -148,7 +149,9 @@ def iterate_unread(
                     yield name, tensor if fp8 and tensor.dtype.itemsize == 1 else _cast(name, tensor, None, path)
 
 
-def _large(path: Path, names: list[str], ranges_of: RangesOf | None, codes: bool) -> dict[str, UnreadRows]:
+def _large(
+    path: Path, names: list[str], ranges_of: RangesOf | None, codes: Callable[[str], bool] | None
+) -> dict[str, UnreadRows]:
     """Those of a file's tensors that are left in it."""
     from safetensors import safe_open
 
@@ -162,7 +165,8 @@ def _large(path: Path, names: list[str], ranges_of: RangesOf | None, codes: bool
             if len(shape) < 2 or name.endswith(NO_MATRICES):
                 continue
             none: torch.Tensor = stored[:0]
-            if not (codes if none.element_size() == 1 else none.is_floating_point()):
+            is_code = codes is not None and codes(name)
+            if not (is_code if none.element_size() == 1 else none.is_floating_point()):
                 continue
             dim, runs = (ranges_of and ranges_of(name, shape)) or (0, ((0, shape[0]),))
             size = [*shape]

@@ -443,7 +443,8 @@ class FolderSource(ModelSource):
         self, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor | CodedWeight]]:
         if self._is_mxfp4:
-            return mxfp4.joined_unread(safetensors.iterate_unread(self.path, self._mxfp4_ranges(parts), codes=True))
+            return mxfp4.joined_codes(
+                safetensors.iterate_unread(self.path, self._mxfp4_ranges(parts), codes=mxfp4.is_part))
         coded = self._coded_weights(parts, unread=True)
         return coded or safetensors.iterate_unread(self.path, None if parts is None else parts.ranges)
 

@@ -45,6 +45,7 @@ ASSEMBLY = {"_floats": _floats, "_word": _word}
         (HeadShape(8, 1, 128), [300, 77], {"extra": 3}),
         (HeadShape(2, 1, 128), [700], {"extra": 2}),
         (HeadShape(2, 2, 128), [513, 0], {"extra": 1, "rows": True}),
+        (HeadShape(2, 1, 128), [129, 5, 0, 300, 64], {"extra": 2, "rows": True}),
         (HeadShape(2, 1, 128), [500], {"window": 150}),
         (HeadShape(4, 2, 128), [128], FP8),
         (HeadShape(5, 1, 128), [129, 0], {**FP8, "rows": True, "kv_scale": 0.5}),

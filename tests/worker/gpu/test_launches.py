@@ -162,6 +162,29 @@ def test_rows_with_drafts_rotate_inside_their_attention_where_its_kernel_can(
     assert launched.count("rope_decode") == (0 if separate_rope else 2)
 
 
+@pytest.mark.parametrize(
+    ("rows", "beside", "few"), [(2, False, True), (4, False, False), (4, True, True), (8, True, True)])
+def test_the_kernel_of_few_sequences_takes_up_to_eight_beside_gemms_of_few_rows(
+    monkeypatch: pytest.MonkeyPatch, rows: int, beside: bool, few: bool
+) -> None:
+    from quire.attention import triton as attention
+
+    asked: list[bool] = []
+
+    def attend(qkv: torch.Tensor, *_: Any, out: torch.Tensor, drafts: bool, **__: Any) -> None:
+        asked.append(drafts)
+        out.zero_()
+
+    worker = worker_of(monkeypatch, QWEN3)
+    attends = worker._runner.contexts.attention
+    assert isinstance(attends, attention.TritonAttention) and not attends.beside_few_gemm
+    attends.beside_few_gemm = beside
+    monkeypatch.setattr(attention, "few_fits", lambda *_: True)
+    monkeypatch.setattr(attention, "few_decode_attention", attend)
+    launched, _ = decode(worker, rows)
+    assert (asked, launched.count("rope_decode")) == (([False] * 2, 0) if few else ([], 2))
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_few_rows_with_many_keys_take_pieces_and_a_kernel_for_bandwidth(
     monkeypatch: pytest.MonkeyPatch, rows: int
