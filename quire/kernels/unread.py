@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from quire.kernels.quantized import CodedWeight, FloatWeight, QuantizedWeight, StoredWeight
 
@@ -19,6 +19,7 @@ NUMBERS_AT_ONCE = 4 << 20
 """Of a weight's codes, each a byte, beside what they are read from."""
 PANEL = 16
 """Rows that are packed together, in whatever is made of codes."""
+Read = TypeVar("Read", bound=StoredWeight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,9 @@ class UnreadWeight(CodedWeight):
         return self.size
 
     def rows(self, index: Tensor | Sequence[int] | slice) -> CodedWeight:
-        if not isinstance(index, slice) or index.step not in (None, 1):
+        if not isinstance(index, slice):
+            return replace(self, first=0, size=(len(index), self.shape[1]), read=_ordered(self.read, self.first, index))
+        if index.step not in (None, 1):
             return self.whole().rows(index)
         start, stop, _ = index.indices(self.shape[0])
         return replace(self, first=self.first + start, size=(max(0, stop - start), self.shape[1]))
@@ -91,7 +94,9 @@ class UnreadRows(CodedWeight):
         return self.size
 
     def rows(self, index: Tensor | Sequence[int] | slice) -> CodedWeight:
-        if not isinstance(index, slice) or index.step not in (None, 1):
+        if not isinstance(index, slice):
+            return replace(self, first=0, size=(len(index), self.shape[1]), read=_ordered(self.read, self.first, index))
+        if index.step not in (None, 1):
             return FloatWeight(self.dequantized()[index], self.kept)
         start, stop, _ = index.indices(self.shape[0])
         return replace(self, first=self.first + start, size=(max(0, stop - start), self.shape[1]))
@@ -109,6 +114,22 @@ class UnreadRows(CodedWeight):
         """Floats in the type that they are stored in, codes in float32."""
         found = self.whole()
         return found.dequantized() if isinstance(found, CodedWeight) else found
+
+
+def _ordered(read: Callable[[int, int], Read], first: int, index: Tensor | Sequence[int]) -> Callable[[int, int], Read]:
+    """Row i is row index[i], counted from `first`, of what `read` gives. Orders are those of the features of each head,
+    so that rows which are asked for together lie near each other: they are read with what lies between them."""
+    import torch
+
+    order = torch.as_tensor(index) + first
+
+    def some(start: int, stop: int) -> Read:
+        wanted = order[start:stop]
+        low, high = (int(wanted.min()), int(wanted.max()) + 1) if len(wanted) else (first, first)
+        found, picked = read(low, high), wanted - low
+        return found.rows(picked) if isinstance(found, CodedWeight) else found[picked]  # type: ignore[return-value]
+
+    return some
 
 
 def rows_of(matrix: Tensor | UnreadRows, start: int, stop: int) -> Tensor:

@@ -18,7 +18,8 @@ from quire.kernels.unread import UnreadRows, UnreadWeight
 from quire.models.build import build_decoder, dummy_weights, stored_parts, undrawn_weights
 from quire.models.decoder import Decoder
 from quire.models.loader.source import ModelSource, resolve_model
-from quire.models.registry import read_spec
+from quire.models.registry import family_of, read_spec
+from quire.models.rotary_rows import half_split
 from quire.models.shard import shard_of
 from quire.models.stored_parts import StoredParts
 from quire.ops.cpu import CpuOps
@@ -89,7 +90,7 @@ def matrices(source: ModelSource) -> set[str]:
 
 @pytest.mark.parametrize(("family", "rounding"), [
     *((family, "floats") for family in FAMILY_NAMES),
-    *((family, rounding) for family in ("llama", "phi3", "gpt2") for rounding in ROUNDINGS if rounding != "floats")])
+    *((family, rounding) for family in ("llama", "phi3", "gpt2", "glm") for rounding in ("file", "int8", "int4"))])
 def test_floats(family: str, rounding: str, tiny: None, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family, shards=3)
     source = resolve_model(str(tmp_path))
@@ -185,6 +186,38 @@ def test_a_file_that_is_cut_while_it_is_packed_is_named(tiny: None, tmp_path: Pa
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ModelLoadError, match="truncated or corrupted"):
         left["model.embed_tokens.weight"].dequantized()
+
+
+@pytest.mark.parametrize(("family", "kind"), [
+    ("cohere", "floats"), ("glm4", "floats"), ("deepseek_v3", "floats"), ("cohere", "awq"), ("cohere", "w8a8"),
+    ("cohere", "fp8: blocks"), ("cohere", "gptq in floats")])
+def test_features_in_another_order_stay_in_their_file(family: str, kind: str, tiny: None, tmp_path: Path) -> None:
+    """Where rotated pairs are interleaved: the rows of a head are read when they are packed."""
+    if kind == "floats":
+        make_checkpoint(tmp_path, family)
+    else:
+        write_checkpoint(tmp_path, *KINDS[kind], family, **SIZES["llama"])
+    source = resolve_model(str(tmp_path))
+    names, spec, turned = family_of(source.config).names, read_spec(source.config), 0
+    stored = dict(source.stored_weights())
+    for source_name, left in source.unread_weights():
+        for name in names.targets(source_name):
+            found, read = half_split(name, left, spec), stored[source_name]
+            if found is left:
+                continue
+            assert isinstance(found, UnreadRows | UnreadWeight) or "weight" not in name or "norm" in name
+            expected, rows = floats(half_split(name, read, spec)), left.shape[0]
+            assert torch.equal(floats(found), expected)
+            for start, stop in ((0, 1), (3, rows - 2), (rows - 5, rows)):
+                if not isinstance(found, torch.Tensor):
+                    assert torch.equal(floats(found.rows(slice(start, stop))), expected[start:stop])
+            turned += 1
+    assert turned >= 4
+    check_source(source, "file")
+
+
+def floats(weight: StoredWeight) -> torch.Tensor:
+    return weight.dequantized() if isinstance(weight, CodedWeight) else weight
 
 
 def test_experts_are_read_one_after_the_other(
