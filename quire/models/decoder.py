@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError
-from quire.kernels.quantized import CodedWeight, StoredWeight, WeightUse
+from quire.kernels.quantized import CodedWeight, FloatWeight, StoredWeight, WeightUse
 from quire.kernels.types import LayerCache, StepContext
+from quire.kernels.unread import UnreadRows, rows_of
 from quire.layers.attention import Attention
 from quire.layers.experts import ExpertLoad, Moe
 from quire.layers.latent import LatentAttention
@@ -185,8 +186,10 @@ class Decoder:
                 f"tensor {shown!r} has shape {tuple(tensor.shape)}, but the config asks for "
                 f"{self._shapes[name]}: config.json and the weights are not of the same model"
             )
-        if not isinstance(tensor, CodedWeight) and not tensor.is_floating_point():
-            raise ModelLoadError(f"tensor {shown!r} has type {tensor.dtype}, but weights are floating point")
+        dtype = _type_of(tensor)
+        if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+            scales = ", or have scales beside them" if dtype.itemsize == 1 else ""
+            raise ModelLoadError(f"tensor {shown!r} has type {dtype}, but weights are floating point{scales}")
         self._missing.discard(name)
         *path, kind = name.split(".")
         if path[0] == "layers":
@@ -350,3 +353,12 @@ def _checked_length(spec: DecoderSpec, max_model_len: int | None) -> int:
             field="max_model_len",
         )
     return length
+
+
+def _type_of(tensor: StoredWeight) -> torch.dtype | None:
+    """Of numbers as they are stored; None: of codes with scales. Codes whose scales are missing come as numbers."""
+    if isinstance(tensor, UnreadRows) and not tensor.coded:
+        return rows_of(tensor, 0, 0).dtype
+    if isinstance(tensor, FloatWeight):
+        return tensor.floats.dtype
+    return None if isinstance(tensor, CodedWeight) else tensor.dtype

@@ -220,6 +220,50 @@ def floats(weight: StoredWeight) -> torch.Tensor:
     return weight.dequantized() if isinstance(weight, CodedWeight) else weight
 
 
+def change(path: Path, name: str, to: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """One tensor of a file; None leaves it out."""
+    stored = {each: tensor.clone() for each, tensor in load_file(path).items()}
+    changed = to(stored.pop(name))
+    path.unlink()
+    save_file(stored if changed is None else stored | {name: changed}, path)
+
+
+@pytest.mark.parametrize("read_bytes", [128, 16 << 20])
+@pytest.mark.parametrize(("kind", "name", "to"), [
+    ("w8a8", "model.layers.0.mlp.down_proj.weight_scale", lambda tensor: None),
+    ("fp8: blocks", "model.layers.0.mlp.down_proj.weight_scale_inv", lambda tensor: None),
+    ("awq", "model.embed_tokens.weight", lambda tensor: tensor.to(torch.int8)),
+    ("fp8: modelopt", "lm_head.weight", lambda tensor: tensor.to(torch.float8_e4m3fn))])
+def test_codes_without_scales_are_refused(
+    kind: str, name: str, to: Callable[[torch.Tensor], torch.Tensor | None], read_bytes: int, tiny: None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.models.loader.safetensors.READ_BYTES", read_bytes)
+    write_checkpoint(tmp_path, *KINDS[kind], **SIZES["llama"])
+    change(tmp_path / "model.safetensors", name, to)
+    source, weight = resolve_model(str(tmp_path)), name.partition("_scale")[0]
+    for weights in (source.unread_weights(), source.stored_weights()):
+        with pytest.raises(ModelLoadError, match=f"{weight}.*has type.*or have scales beside them"):
+            build_decoder(source.config, weights, CpuOps(num_threads=1), dtype=None)
+
+
+@pytest.mark.parametrize("to", [lambda tensor: tensor[:10], lambda tensor: tensor[:, :10], torch.Tensor.half])
+def test_a_file_that_is_replaced_while_it_is_packed_is_named(
+    to: Callable[[torch.Tensor], torch.Tensor], tiny: None, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    source, name = resolve_model(str(tmp_path)), "model.layers.1.mlp.gate_proj.weight"
+
+    def weights() -> Iterator[tuple[str, StoredWeight]]:
+        for source_name, weight in source.unread_weights():
+            yield source_name, weight
+            if source_name == name:
+                change(tmp_path / "model.safetensors", name, lambda tensor: to(tensor).contiguous())
+
+    with pytest.raises(ModelLoadError, match=r"model.safetensors was replaced while .*gate_proj.* was read"):
+        build_decoder(source.config, weights(), CpuOps(num_threads=1), dtype=None)
+
+
 def test_experts_are_read_one_after_the_other(
     tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
