@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from quire.errors import ModelLoadError
 from quire.kernels.quantized import CodedWeight, FloatWeight, QuantizedWeight, StoredWeight
 
 if TYPE_CHECKING:  # saying what a weight is must not cost the import of torch
@@ -19,6 +20,7 @@ NUMBERS_AT_ONCE = 4 << 20
 """Of a weight's codes, each a byte, beside what they are read from."""
 PANEL = 16
 """Rows that are packed together, in whatever is made of codes."""
+Read = TypeVar("Read", bound=StoredWeight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,9 @@ class UnreadWeight(CodedWeight):
         return self.size
 
     def rows(self, index: Tensor | Sequence[int] | slice) -> CodedWeight:
-        if not isinstance(index, slice) or index.step not in (None, 1):
+        if not isinstance(index, slice):
+            return replace(self, first=0, size=(len(index), self.shape[1]), read=_ordered(self.read, self.first, index))
+        if index.step not in (None, 1):
             return self.whole().rows(index)
         start, stop, _ = index.indices(self.shape[0])
         return replace(self, first=self.first + start, size=(max(0, stop - start), self.shape[1]))
@@ -91,7 +95,9 @@ class UnreadRows(CodedWeight):
         return self.size
 
     def rows(self, index: Tensor | Sequence[int] | slice) -> CodedWeight:
-        if not isinstance(index, slice) or index.step not in (None, 1):
+        if not isinstance(index, slice):
+            return replace(self, first=0, size=(len(index), self.shape[1]), read=_ordered(self.read, self.first, index))
+        if index.step not in (None, 1):
             return FloatWeight(self.dequantized()[index], self.kept)
         start, stop, _ = index.indices(self.shape[0])
         return replace(self, first=self.first + start, size=(max(0, stop - start), self.shape[1]))
@@ -111,6 +117,22 @@ class UnreadRows(CodedWeight):
         return found.dequantized() if isinstance(found, CodedWeight) else found
 
 
+def _ordered(read: Callable[[int, int], Read], first: int, index: Tensor | Sequence[int]) -> Callable[[int, int], Read]:
+    """Row i is row index[i], counted from `first`, of what `read` gives. Orders are those of the features of each head,
+    so that rows which are asked for together lie near each other: they are read with what lies between them."""
+    import torch
+
+    order = torch.as_tensor(index) + first
+
+    def some(start: int, stop: int) -> Read:
+        wanted = order[start:stop]
+        low, high = (int(wanted.min()), int(wanted.max()) + 1) if len(wanted) else (first, first)
+        found, picked = read(low, high), wanted - low
+        return found.rows(picked) if isinstance(found, CodedWeight) else found[picked]  # type: ignore[return-value]
+
+    return some
+
+
 def rows_of(matrix: Tensor | UnreadRows, start: int, stop: int) -> Tensor:
     """Rows [start, stop), in the type that they are stored in."""
     return matrix.rows(slice(start, stop)).dequantized() if isinstance(matrix, UnreadRows) else matrix[start:stop]
@@ -121,3 +143,20 @@ def half_holds(*numbers: Tensor | None) -> bool:
     import torch
 
     return all(torch.equal(each.half().float(), each) for each in numbers if each is not None)
+
+
+def check_numbers(name: str, weight: StoredWeight) -> None:
+    """Refuses what is neither floats of 16 bits or more nor codes with scales."""
+    dtype = _type_of(weight)
+    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+        scales = ", or have scales beside them" if dtype.itemsize == 1 else ""
+        raise ModelLoadError(f"tensor {name!r} has type {dtype}, but weights are floating point{scales}")
+
+
+def _type_of(weight: StoredWeight) -> torch.dtype | None:
+    """Of numbers as they are stored; None: of codes with scales. Codes whose scales are missing come as numbers."""
+    if isinstance(weight, UnreadRows) and not weight.coded:
+        return rows_of(weight, 0, 0).dtype
+    if isinstance(weight, FloatWeight):
+        return weight.floats.dtype
+    return None if isinstance(weight, CodedWeight) else weight.dtype

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelLoadError
-from quire.kernels.quantized import CodedWeight, StoredWeight, WeightUse
+from quire.kernels.quantized import StoredWeight, WeightUse
 from quire.kernels.types import LayerCache, StepContext
+from quire.kernels.unread import check_numbers
 from quire.layers.attention import Attention
 from quire.layers.experts import ExpertLoad, Moe
 from quire.layers.latent import LatentAttention
@@ -185,8 +186,7 @@ class Decoder:
                 f"tensor {shown!r} has shape {tuple(tensor.shape)}, but the config asks for "
                 f"{self._shapes[name]}: config.json and the weights are not of the same model"
             )
-        if not isinstance(tensor, CodedWeight) and (not tensor.is_floating_point() or tensor.dtype.itemsize < 2):
-            raise ModelLoadError(f"tensor {shown!r} has type {tensor.dtype} and no scales, but is no float of 16 bits")
+        check_numbers(shown, tensor)
         self._missing.discard(name)
         *path, kind = name.split(".")
         if path[0] == "layers":

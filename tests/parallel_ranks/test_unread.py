@@ -18,7 +18,8 @@ from quire.kernels.unread import UnreadRows, UnreadWeight
 from quire.models.build import build_decoder, dummy_weights, stored_parts, undrawn_weights
 from quire.models.decoder import Decoder
 from quire.models.loader.source import ModelSource, resolve_model
-from quire.models.registry import read_spec
+from quire.models.registry import family_of, read_spec
+from quire.models.rotary_rows import half_split
 from quire.models.shard import shard_of
 from quire.models.stored_parts import StoredParts
 from quire.ops.cpu import CpuOps
@@ -89,7 +90,7 @@ def matrices(source: ModelSource) -> set[str]:
 
 @pytest.mark.parametrize(("family", "rounding"), [
     *((family, "floats") for family in FAMILY_NAMES),
-    *((family, rounding) for family in ("llama", "phi3", "gpt2") for rounding in ROUNDINGS if rounding != "floats")])
+    *((family, rounding) for family in ("llama", "phi3", "gpt2", "glm") for rounding in ("file", "int8", "int4"))])
 def test_floats(family: str, rounding: str, tiny: None, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family, shards=3)
     source = resolve_model(str(tmp_path))
@@ -191,16 +192,6 @@ def load(source: ModelSource) -> None:
     build_decoder(source.config, source.unread_weights(), CpuOps(num_threads=1, rounding=Rounding(None)), dtype=None)
 
 
-@pytest.mark.parametrize("kind", ["w8a8", "fp8: compressed, a scale a row"])
-def test_large_codes_without_scales_are_no_floats(kind: str, tiny: None, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, *KINDS[kind])
-    load(resolve_model(str(tmp_path)))
-    path, scale = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj.weight_scale"
-    save_file({name: tensor for name, tensor in load_file(path).items() if name != scale}, path)
-    with pytest.raises(ModelLoadError, match=r"has type torch\.(int8|float8_e4m3fn) and no scales"):
-        load(resolve_model(str(tmp_path)))
-
-
 def test_large_blocks_of_another_type_are_refused(tiny: None, tmp_path: Path) -> None:
     write_mxfp4(tmp_path, make_model("gpt_oss", hidden_size=64, intermediate_size=96))
     path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.experts.down_proj_blocks"
@@ -208,6 +199,82 @@ def test_large_blocks_of_another_type_are_refused(tiny: None, tmp_path: Path) ->
     save_file(stored | {name: stored[name].half()}, path)
     with pytest.raises(ModelLoadError, match="down_proj: MXFP4 blocks and scales"):
         load(resolve_model(str(tmp_path)))
+
+
+@pytest.mark.parametrize(("family", "kind"), [
+    ("cohere", "floats"), ("glm4", "floats"), ("deepseek_v3", "floats"), ("cohere", "awq"), ("cohere", "w8a8"),
+    ("cohere", "fp8: blocks"), ("cohere", "gptq in floats")])
+def test_features_in_another_order_stay_in_their_file(family: str, kind: str, tiny: None, tmp_path: Path) -> None:
+    """Where rotated pairs are interleaved: the rows of a head are read when they are packed."""
+    if kind == "floats":
+        make_checkpoint(tmp_path, family)
+    else:
+        write_checkpoint(tmp_path, *KINDS[kind], family, **SIZES["llama"])
+    source = resolve_model(str(tmp_path))
+    names, spec, turned = family_of(source.config).names, read_spec(source.config), 0
+    stored = dict(source.stored_weights())
+    for source_name, left in source.unread_weights():
+        for name in names.targets(source_name):
+            found, read = half_split(name, left, spec), stored[source_name]
+            if found is left:
+                continue
+            assert isinstance(found, UnreadRows | UnreadWeight) or "weight" not in name or "norm" in name
+            expected, rows = floats(half_split(name, read, spec)), left.shape[0]
+            assert torch.equal(floats(found), expected)
+            for start, stop in ((0, 1), (3, rows - 2), (rows - 5, rows)):
+                if not isinstance(found, torch.Tensor):
+                    assert torch.equal(floats(found.rows(slice(start, stop))), expected[start:stop])
+            turned += 1
+    assert turned >= 4
+    check_source(source, "file")
+
+
+def floats(weight: StoredWeight) -> torch.Tensor:
+    return weight.dequantized() if isinstance(weight, CodedWeight) else weight
+
+
+def change(path: Path, name: str, to: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """One tensor of a file; None leaves it out."""
+    stored = {each: tensor.clone() for each, tensor in load_file(path).items()}
+    changed = to(stored.pop(name))
+    path.unlink()
+    save_file(stored if changed is None else stored | {name: changed}, path)
+
+
+@pytest.mark.parametrize("read_bytes", [128, 16 << 20])
+@pytest.mark.parametrize(("kind", "name", "to"), [
+    ("w8a8", "model.layers.0.mlp.down_proj.weight_scale", lambda tensor: None),
+    ("fp8: blocks", "model.layers.0.mlp.down_proj.weight_scale_inv", lambda tensor: None),
+    ("awq", "model.embed_tokens.weight", lambda tensor: tensor.to(torch.int8)),
+    ("fp8: modelopt", "lm_head.weight", lambda tensor: tensor.to(torch.float8_e4m3fn))])
+def test_codes_without_scales_are_refused(
+    kind: str, name: str, to: Callable[[torch.Tensor], torch.Tensor | None], read_bytes: int, tiny: None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.models.loader.safetensors.READ_BYTES", read_bytes)
+    write_checkpoint(tmp_path, *KINDS[kind], **SIZES["llama"])
+    change(tmp_path / "model.safetensors", name, to)
+    source, weight = resolve_model(str(tmp_path)), name.partition("_scale")[0]
+    for weights in (source.unread_weights(), source.stored_weights()):
+        with pytest.raises(ModelLoadError, match=f"{weight}.*has type.*or have scales beside them"):
+            build_decoder(source.config, weights, CpuOps(num_threads=1), dtype=None)
+
+
+@pytest.mark.parametrize("to", [lambda tensor: tensor[:10], lambda tensor: tensor[:, :10], torch.Tensor.half])
+def test_a_file_that_is_replaced_while_it_is_packed_is_named(
+    to: Callable[[torch.Tensor], torch.Tensor], tiny: None, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    source, name = resolve_model(str(tmp_path)), "model.layers.1.mlp.gate_proj.weight"
+
+    def weights() -> Iterator[tuple[str, StoredWeight]]:
+        for source_name, weight in source.unread_weights():
+            yield source_name, weight
+            if source_name == name:
+                change(tmp_path / "model.safetensors", name, lambda tensor: to(tensor).contiguous())
+
+    with pytest.raises(ModelLoadError, match=r"model.safetensors was replaced while .*gate_proj.* was read"):
+        build_decoder(source.config, weights(), CpuOps(num_threads=1), dtype=None)
 
 
 def test_experts_are_read_one_after_the_other(

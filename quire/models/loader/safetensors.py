@@ -184,6 +184,8 @@ class _RowReader:
     def __init__(self, path: Path, name: str, shape: Shape, ranges: Ranges) -> None:
         self._path = path
         self._name = name
+        self._shape = shape
+        self._dtype: str | None = None
         self._each = shape[1] if len(shape) > 2 else 1
         self._dim, self._runs = ranges
         self._width = math.prod(shape[2:]) if len(shape) > 2 else shape[1]
@@ -215,6 +217,9 @@ class _RowReader:
 
         if self._stored is None:
             self._stored, self._mapped = safe_open(self._path, framework="pt").get_slice(self._name), 0
+            self._dtype = self._dtype or self._stored.get_dtype()
+            if (tuple(self._stored.get_shape()), self._stored.get_dtype()) != (self._shape, self._dtype):
+                raise ModelLoadError(f"{self._path} was replaced while {self._name!r} was read: load it again")
         return self._stored
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
