@@ -32,6 +32,8 @@ _NARROW_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMED_IN_MESSAGE = 4
 _KV_SCALE = re.compile(r"\blayers\.(\d+)\..*\b([kv])_scale$")
 """Of an fp8 cache: self_attn.k_scale (compressed-tensors), self_attn.k_proj.k_scale (ModelOpt)."""
+_BIASES_OF_ZEROS = ("awq", "gptq")
+"""Methods whose tools gave a bias to every layer that they packed, also in models that have none."""
 LARGE_BYTES = 16 << 20
 """Of a random matrix, or a rank's part of it, beyond which it is drawn while it is packed."""
 
@@ -60,6 +62,8 @@ def build_decoder(
     spelling, extra, excluded = Spelling(config, names), [], ExcludedModules(config)
     for source, tensor in weights:
         spelling.saw(source)
+        if _adds_nothing(config, names, source, tensor, shapes):
+            continue
         try:
             if not _load_stored(decoder, names, source, tensor, shapes, excluded):
                 extra.append(spelling.of(source))
@@ -94,6 +98,25 @@ def _load_stored(
             part = replace(part, kept=True) if isinstance(part, UnreadRows) else FloatWeight(part)
         decoder.load(name, half_split(name, part, decoder.spec), source)
     return True
+
+
+def _adds_nothing(
+    config: Mapping[str, Any], names: WeightNames, source: str, tensor: StoredWeight, shapes: Mapping[str, Shape]
+) -> bool:
+    """Whether it is a bias of zeros that a tool put beside the codes of a matrix without one. Any other is refused: the
+    model would not compute what its checkpoint says."""
+    stored = config.get("quantization_config")
+    if not isinstance(stored, Mapping) or stored.get("quant_method") not in _BIASES_OF_ZEROS:
+        return False
+    if not source.endswith(".bias") or not isinstance(tensor, Tensor):
+        return False
+    try:
+        targets = names.targets(source)
+    except KeyError:
+        return False
+    beside = [target.removesuffix("bias") + "weight" for target in targets]
+    without = bool(targets) and not any(target in shapes for target in targets)
+    return without and all(len(shapes.get(name, ())) == 2 for name in beside) and not bool(tensor.any())
 
 
 def _is_matrix(part: StoredWeight, name: str) -> TypeGuard[Tensor | UnreadRows]:

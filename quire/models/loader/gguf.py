@@ -21,6 +21,7 @@ from quire.models.loader.gguf_quants import (
     known_formats,
     read_codes,
     read_mxfp4,
+    unread_format,
 )
 
 MAGIC = b"GGUF"
@@ -185,7 +186,7 @@ def _tensor_extent(head: _Header, name: str, dims: list[int], kind: int) -> tupl
     """The tensor's format and its length in bytes, with every factor checked first."""
     quant = QUANT_FORMATS.get(kind)
     if quant is None:
-        raise head.fail(f"tensor {name!r} has quantization type {kind}; Quire reads {known_formats()}")
+        raise head.fail(f"tensor {name!r} is in {unread_format(kind)}; Quire reads {known_formats()}")
     elements = 1
     for dim in dims:
         if not 1 <= dim <= MAX_DIM:

@@ -183,6 +183,19 @@ QUANT_FORMATS: dict[int, QuantFormat] = {
 }
 
 
+# The others that ggml has had, for whoever is told that his file is in one of them.
+_UNREAD_FORMATS = {
+    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
+    28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
+
+
+def unread_format(kind: int) -> str:
+    """What a type that is not read is called."""
+    return _UNREAD_FORMATS.get(kind, f"type {kind}, which has no name here")
+
+
 def known_formats() -> str:
     return ", ".join(quant.name for quant in QUANT_FORMATS.values())
 

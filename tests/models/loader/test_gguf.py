@@ -196,6 +196,7 @@ HUGE = 2**63
         (header(tensors=1) + tensor_info(dims=(2**40, 2**40)), "impossible shape"),
         (header(tensors=1) + tensor_info(dims=(2**38,)), "truncated"),
         (header(tensors=1) + tensor_info(kind=77), "type 77"),
+        (header(tensors=1) + tensor_info(kind=10), "'t' is in Q2_K; Quire reads F32"),
         (header(tensors=1) + tensor_info(kind=8, dims=(33,)), "no multiple"),
         (header(tensors=1) + tensor_info(offset=3) + bytes(512), "not aligned"),
         (header(tensors=1) + tensor_info(offset=2**62) + bytes(512), "truncated"),

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from quire.models.loader.gguf_quants import CHUNK_BYTES, QUANT_FORMATS, dequantize_into
+from quire.models.loader.gguf_quants import CHUNK_BYTES, QUANT_FORMATS, dequantize_into, unread_format
 
 SCALE_BYTES = {"Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210), "Q4_1": (0, 4), "Q5_1": (0, 4)}
 
@@ -49,3 +49,10 @@ def test_block_sizes_are_those_of_the_format() -> None:
             quant.block_bytes,
         )
         assert gguf.GGMLQuantizationType(kind).name == quant.name
+
+
+def test_formats_that_are_not_read_have_the_names_of_the_gguf_package() -> None:
+    others = [kind for kind in gguf.GGMLQuantizationType if kind not in QUANT_FORMATS]
+    assert {gguf.GGMLQuantizationType.Q2_K, gguf.GGMLQuantizationType.IQ4_XS} <= set(others)
+    assert [unread_format(kind) for kind in others] == [kind.name for kind in others]
+    assert unread_format(999) == "type 999, which has no name here"

@@ -221,3 +221,59 @@ def test_a_weight_without_its_codes_is_refused(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match=r"k_proj\.scales.*qweight beside it"):
         dict(resolve_model(str(tmp_path)).weights())
+
+
+def _with_bias(folder: Path, names: list[str], value: float) -> None:
+    stored = load_file(folder / "model.safetensors")
+    for name in names:
+        rows = stored[f"{name}.scales"].shape[1] if f"{name}.scales" in stored else len(stored[f"{name}.weight"])
+        stored[f"{name}.bias"] = torch.full((rows,), value, dtype=torch.float16)
+    save_file(stored, folder / "model.safetensors")
+
+
+LAYERS = {"llama": ["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"], "phi3": ["self_attn.qkv_proj"]}
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_biases_of_zeros_that_a_tool_added_are_left_out(family: str, tmp_path: Path) -> None:
+    """As AutoGPTQ wrote them for models without any: Llama-2's published checkpoints have one in every layer."""
+    modules = [f"model.layers.{layer}.{module}" for layer in (0, 1) for module in LAYERS[family]]
+    expected = write_checkpoint(tmp_path, gptq(), GPTQ, family)
+    _with_bias(tmp_path, modules, 0.0)
+    source = resolve_model(str(tmp_path))
+    for weights in (source.weights, source.stored_weights):
+        decoder = build_decoder(source.config, weights(), TorchOps(), max_model_len=64)
+        floats = build_decoder(source.config, expected.items(), TorchOps(), max_model_len=64)
+        for mine, other in zip(decoder.layers, floats.layers, strict=True):
+            assert torch.equal(mine.attn.qkv.packed.weight, other.attn.qkv.packed.weight)  # type: ignore[attr-defined]
+            assert mine.attn.qkv.packed.bias is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("module", "value", "config"), [
+    ("model.layers.1.self_attn.q_proj", 0.5, GPTQ),  # it would change what the model computes
+    ("model.layers.1.input_layernorm", 0.0, GPTQ),  # a norm of another kind
+    ("model.layers.1.self_attn.q_proj", 0.0, None),
+])  # fmt: skip
+def test_another_bias_that_the_model_does_not_have_is_refused(
+    module: str, value: float, config: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    floats = write_checkpoint(tmp_path, gptq(), GPTQ)
+    if config is None:
+        save_file({name: tensor.contiguous() for name, tensor in floats.items()}, tmp_path / "model.safetensors")
+        said = json.loads((tmp_path / "config.json").read_text())
+        del said["quantization_config"]
+        (tmp_path / "config.json").write_text(json.dumps(said))
+    _with_bias(tmp_path, [module], value)
+    source = resolve_model(str(tmp_path))
+    with pytest.raises(ModelLoadError, match=rf"{module}\.bias"):
+        build_decoder(source.config, source.stored_weights(), TorchOps(), max_model_len=64)
+
+
+def test_ranks_leave_out_biases_of_zeros(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, gptq(), GPTQ)
+    names = [f"model.layers.0.{module}" for module in LAYERS["llama"]]
+    _with_bias(tmp_path, names, 0.0)
+    source = resolve_model(str(tmp_path))
+    shard = shard_of(read_spec(source.config), Place.all(1, 2)[1])
+    parts = stored_parts(source.config, shard)
+    build_decoder(source.config, source.stored_weights(parts=parts), TorchOps(), max_model_len=64, shard=shard)
