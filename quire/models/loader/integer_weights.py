@@ -24,7 +24,7 @@ from quire.errors import ModelLoadError
 from quire.kernels.quantized import UNIT, QuantizedWeight, StoredWeight
 from quire.kernels.unread import LARGE, UnreadRows, UnreadWeight, half_holds, rows_of
 from quire.models.loader import safetensors
-from quire.models.loader.members import Axes, MemberCut, Members, read_members
+from quire.models.loader.members import Axes, Member, MemberCut, Members, read_members
 from quire.models.loader.quantization_config import IntegerScheme
 from quire.models.spec import Shape
 from quire.models.stored_parts import Ranges, StoredParts, take
@@ -130,6 +130,33 @@ class _Codes:
         return found
 
 
+class _Words:
+    """int32 words of codes. What was left in its file is read when the first of its columns are asked for, and let go
+    with the last: of parts that are packed one after the other, one is in memory."""
+
+    def __init__(self, held: Member) -> None:
+        self._held = held
+        self._read: Tensor | None = None
+        self.shape = (held.shape[0], held.shape[1])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return rows_of(self._held, start, stop)
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        if isinstance(self._held, Tensor):
+            return self._held[:, start:stop]
+        read = self._all(self._held) if self._read is None else self._read
+        self._read = None if stop >= self.shape[1] else read
+        return read[:, start:stop]
+
+    def _all(self, held: UnreadRows) -> Tensor:
+        """A few rows at a time: of a file, no more is in memory beside them."""
+        found, step = torch.empty(self.shape, dtype=torch.int32), max(1, _NUMBERS_AT_ONCE // max(1, self.shape[1]))
+        for row in range(0, self.shape[0], step):
+            found[row : row + step] = rows_of(held, row, min(row + step, self.shape[0]))
+        return found
+
+
 class _Reader:
     """Makes one weight of its members, or of what was read of them; a shape that cannot be is refused with the tensor's
     name. Codes and scales are those that were read, zero points and orders those of the whole weight."""
@@ -152,13 +179,14 @@ class _Reader:
         in_word = 32 // bits if self._scheme.layout == "awq" else 1
         if packed.shape[1] * in_word != columns:
             self._refuse("qweight", f"{columns} columns of scales")
-        zeros = _unpacked(self._words("qzeros"), bits)
+        stored = self._words("qzeros")
+        zeros = _unpacked(stored.columns(0, stored.shape[1]), bits)
         if self._scheme.layout == "awq":
             zeros = _awq_order(zeros)
-            codes = _Codes((columns, len(packed)), lambda start, stop: _awq_rows(packed, bits, start, stop))
+            codes = _Codes((columns, packed.shape[0]), lambda start, stop: _awq_rows(packed, bits, start, stop))
         else:
-            shape = (columns, len(packed) * 32 // bits)
-            codes = _Codes(shape, lambda start, stop: _unpacked(packed[:, start:stop].t(), bits))
+            shape = (columns, packed.shape[0] * 32 // bits)
+            codes = _Codes(shape, lambda start, stop: _unpacked(packed.columns(start, stop).t(), bits))
         if tuple(zeros.t().shape) != self._whole(scales.t()):
             self._refuse("qzeros", f"scales of shape {self._whole(scales.t())[::-1]}")
         # A zero point of 0, less one, is stored as the largest number: it wraps.
@@ -195,7 +223,7 @@ class _Reader:
         if not fits:
             self._refuse("weight_packed", f"a weight_shape of {shape} and {self._scheme.bits} bits")
         size = (shape[0], shape[1])
-        return _Codes(size, lambda start, stop: _unpacked(packed[start:stop], fits[0])[:, : size[1]]), fits[0]
+        return _Codes(size, lambda start, stop: _unpacked(packed.rows(start, stop), fits[0])[:, : size[1]]), fits[0]
 
     def _compressed_zeros(self, shape: tuple[int, ...], bits: int) -> Tensor:
         stored = self._tensor("weight_zero_point") if "weight_zero_point" in self._members else None
@@ -271,13 +299,13 @@ class _Reader:
         ranges = None if self._cut is None else self._cut.of(((0, 1), (1, group)))
         return zeros if ranges is None else take(zeros, ranges)
 
-    def _words(self, member: str) -> Tensor:
+    def _words(self, member: str) -> _Words:
         if member not in self._members:
             self._refuse(_SCALES[self._scheme.layout], f"{member} beside it")
-        tensor = self._tensor(member)
-        if tensor.dtype is not torch.int32 or tensor.dim() != 2:
+        held = self._members[member]
+        if held.dim() != 2 or rows_of(held, 0, 0).dtype is not torch.int32:
             self._refuse(member, "int32 words of two dimensions")
-        return tensor
+        return _Words(held)
 
     def _floats(self, member: str) -> Tensor:
         tensor = self._tensor(member)
@@ -306,11 +334,11 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     return torch.stack([numbers & 15, numbers >> 4], -1).flatten(1)
 
 
-def _awq_rows(packed: Tensor, bits: int, start: int, stop: int) -> Tensor:
+def _awq_rows(packed: _Words, bits: int, start: int, stop: int) -> Tensor:
     """Of words [K, N / 8] the codes of rows [start, stop), each of which is a column of numbers."""
     each = 32 // bits
     first = start // each
-    codes = _awq_order(_unpacked(packed[:, first : -(-stop // each)], bits))
+    codes = _awq_order(_unpacked(packed.columns(first, -(-stop // each)), bits))
     return codes.t()[start - first * each : stop - first * each]
 
 

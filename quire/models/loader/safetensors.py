@@ -136,8 +136,8 @@ def iterate_unread(
     folder: Path, ranges_of: RangesOf | None = None, fp8: bool = False, codes: Callable[[str], bool] | None = None
 ) -> Iterator[tuple[str, torch.Tensor | UnreadRows]]:
     """The same in the types that they are stored in. Large matrices of floats, and merged experts, are left in their
-    file: whoever packs them reads a few rows at a time. `codes`: and those of bytes that have such a name. Any other is
-    handed over, for whoever gets it to look at its type."""
+    file: whoever packs them reads a few rows at a time. `codes`: and those of bytes, or of words, that have such a
+    name. Any other is handed over, for whoever gets it to look at its type."""
     for path, names in _files(folder):
         with _explained(path):
             large = _large(path, names, ranges_of, codes)
@@ -166,7 +166,8 @@ def _large(
                 continue
             none: torch.Tensor = stored[:0]
             is_code = codes is not None and codes(name)
-            if not (is_code if none.element_size() == 1 else none.is_floating_point()):
+            may_be_code = none.element_size() == 1 or stored.get_dtype() == "I32"
+            if not (is_code if may_be_code else none.is_floating_point()):
                 continue
             dim, runs = (ranges_of and ranges_of(name, shape)) or (0, ((0, shape[0]),))
             size = [*shape]
