@@ -45,12 +45,7 @@ class UnreadWeight(CodedWeight):
         return self.size
 
     def rows(self, index: Tensor | Sequence[int] | slice) -> CodedWeight:
-        if not isinstance(index, slice):
-            return replace(self, first=0, size=(len(index), self.shape[1]), read=_ordered(self.read, self.first, index))
-        if index.step not in (None, 1):
-            return self.whole().rows(index)
-        start, stop, _ = index.indices(self.shape[0])
-        return replace(self, first=self.first + start, size=(max(0, stop - start), self.shape[1]))
+        return _some_rows(self, index)
 
     def columns(self, start: int, stop: int) -> QuantizedWeight:
         return self.whole().columns(start, stop)
@@ -95,12 +90,7 @@ class UnreadRows(CodedWeight):
         return self.size
 
     def rows(self, index: Tensor | Sequence[int] | slice) -> CodedWeight:
-        if not isinstance(index, slice):
-            return replace(self, first=0, size=(len(index), self.shape[1]), read=_ordered(self.read, self.first, index))
-        if index.step not in (None, 1):
-            return FloatWeight(self.dequantized()[index], self.kept)
-        start, stop, _ = index.indices(self.shape[0])
-        return replace(self, first=self.first + start, size=(max(0, stop - start), self.shape[1]))
+        return _some_rows(self, index)
 
     def columns(self, start: int, stop: int) -> FloatWeight:
         return FloatWeight(self.dequantized()[:, start:stop], self.kept)
@@ -115,6 +105,20 @@ class UnreadRows(CodedWeight):
         """Floats in the type that they are stored in, codes in float32."""
         found = self.whole()
         return found.dequantized() if isinstance(found, CodedWeight) else found
+
+
+Unread = TypeVar("Unread", UnreadWeight, UnreadRows)
+
+
+def _some_rows(weight: Unread, index: Tensor | Sequence[int] | slice) -> Unread:
+    """Still unread."""
+    if isinstance(index, slice):
+        start, stop, step = index.indices(weight.shape[0])
+        if step == 1:
+            return replace(weight, first=weight.first + start, size=(max(0, stop - start), weight.shape[1]))
+        index = range(start, stop, step)
+    order = _ordered(weight.read, weight.first, index)
+    return replace(weight, first=0, size=(len(index), weight.shape[1]), read=order)
 
 
 def _ordered(read: Callable[[int, int], Read], first: int, index: Tensor | Sequence[int]) -> Callable[[int, int], Read]:
