@@ -278,7 +278,11 @@ def fixed_tiles_kernel(
     x_ring = gl.allocate_shared_memory(x.dtype, [2 * STAGES, ROWS, WIDTH], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tokens = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tokens = full
+    if ORDERED:  # else nobody waits for them, and to the compiler their place would be free (hopper_prefill_kernel)
+        tokens = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for group in gl.static_range(2):
+            mbarrier.init(tokens.index(group), count=1)
     if PLACES:
         waiting = gl.allocate_shared_memory(gl.float32, [2, ROWS, FEATURES], KEPT)
         kept, other = waiting.index(0), waiting.index(1)
@@ -287,8 +291,6 @@ def fixed_tiles_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
-    for group in gl.static_range(2):
-        mbarrier.init(tokens.index(group), count=1)
     fence_async_shared()
     if PDL:
         gdc_launch_dependents()

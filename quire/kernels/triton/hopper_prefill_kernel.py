@@ -376,12 +376,17 @@ def hopper_prefill_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    clean = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     newest = (k_ring, k_ring)
+    clean = k_full
     if TURN:
         newest = (gl.allocate_shared_memory(k_cache.dtype, [2, 64, WIDTH], RING),
                   gl.allocate_shared_memory(k_cache.dtype, [4, 1, WIDTH], OWN))
-    mbarrier.init(clean.index(0), count=GROUPS)
+    else:
+        # Not with TURN, which does not wait for it: to the compiler the place of such a barrier is free, and what was
+        # exchanged there was overwritten by the barrier's state when another kernel's barriers came to the
+        # multiprocessor (8B's shapes, an H200, 2026-11-18).
+        clean = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(clean.index(0), count=GROUPS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=GROUPS)

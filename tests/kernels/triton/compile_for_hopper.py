@@ -115,6 +115,14 @@ def bulk_copies(kernel: Any) -> list[str]:
     return [f"copy {order.index(int(address[copied]))}" if copied else operation for copied, operation in found]
 
 
+def shared_with_barriers(kernel: Any) -> list[int]:
+    """Places in shared memory of barriers where something else is stored as well."""
+    ptx = kernel.asm["ptx"]
+    place = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    begun = {int(place[name]) for name in re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", ptx) if name in place}
+    return sorted(begun & {int(at) for at in re.findall(r"st\.shared\S*\s+\[%r\d+\+(\d+)\]", ptx)})
+
+
 def multiplications(kernel: Any) -> list[str]:
     """Warp groups' MMA instructions in PTX's order: rows, features and columns of each."""
     return re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)", kernel.asm["ptx"])
@@ -586,6 +594,7 @@ def main() -> None:
                 "resources": resources(kernels[0]), "shared": kernels[0].metadata.shared,
                 "fused": operations.count("FFMA"), "barriers": operations.count("BAR"),
                 "stores_before_copies": stores_before_copies(kernels[0]), "matrix_loads": operations.count("LDSM"),
+                "shared_with_barriers": shared_with_barriers(kernels[0]),
                 "bulk_copies": bulk_copies(kernels[0]), "machine_copies": machine_copies(operations),
                 "multiplications": multiplications(kernels[0]), "instructions": len(operations),
                 "early_loads": early_loads(whole), "byte_products": operations.count("IMMA"),
