@@ -1,5 +1,5 @@
-"""Floats as blocks of a GGUF file: the nearest codes, at scales that span a group's numbers. What llama.cpp searches
-better scales for is not searched for here.
+"""Floats as blocks of a GGUF file: the nearest codes, at scales that span a group's numbers (or, in MXFP4, nearly do).
+What llama.cpp searches better scales for is not searched for here.
 
 `models/loader/gguf_quants.py` reads these blocks, and says how their bytes lie.
 """
@@ -13,6 +13,8 @@ from torch import Tensor
 
 Encoder = Callable[[Tensor], Tensor]
 """Blocks float32 [n, elements] to their bytes, uint8 [n, bytes]."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitude of each code of three bits."""
 
 
 def _bytes(values: Tensor) -> Tensor:
@@ -124,6 +126,18 @@ def _q6_k(x: Tensor) -> Tensor:
     return torch.cat([low, high, _bytes(scales), _bytes(scale)], 1)
 
 
+def _mxfp4(x: Tensor) -> Tensor:
+    """By the formula of OCP's specification: the largest magnitude's power of two, over that of e2m1's largest number,
+    is the scale. Ties go to even codes; magnitudes that are above 6 then become 6."""
+    exponent = (torch.frexp(x.abs().amax(1, keepdim=True)).exponent - 3).clamp(min=-127)
+    scaled = x * torch.exp2(-exponent)
+    magnitude = scaled.abs()
+    step = torch.exp2(torch.frexp(magnitude).exponent.clamp(min=1) - 2)
+    nearest = (magnitude / step).round() * step
+    codes = torch.bucketize(nearest.clamp(max=_E2M1[-1]), torch.tensor(_E2M1, device=x.device)) + 8 * (scaled < 0)
+    return torch.cat([(exponent + 127).to(torch.uint8), _nibbles(codes.to(torch.uint8))], 1)
+
+
 ENCODERS: dict[str, Encoder] = {
     "F32": _bytes,
     "BF16": lambda x: _bytes(x.to(torch.bfloat16)),
@@ -135,6 +149,7 @@ ENCODERS: dict[str, Encoder] = {
     "Q4_K": _k_quant(4),
     "Q5_K": _k_quant(5),
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
 NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """What llama.cpp stores rows in whose width is no multiple of 256."""

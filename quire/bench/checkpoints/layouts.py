@@ -27,7 +27,8 @@ from quire.bench.checkpoints.integer_layouts import (
     gptq,
     gptq_config,
 )
-from quire.bench.checkpoints.names import GGUF_NAMES
+from quire.bench.checkpoints.names import EXPERTS_NAME, GGUF_NAMES
+from quire.bench.checkpoints.one_expert import MLP_MATRIX, one_expert
 from quire.bench.gpu.accuracy import texts
 from quire.errors import QuireError
 from quire.models.loader.gguf import GgufFile
@@ -98,8 +99,8 @@ class Checkpoints:
 
     def write(self, layout: str, folder: Path) -> str:
         """The path to open the checkpoint by."""
-        if layout in GGUF_NAMES:
-            return self._write_gguf(layout.upper(), folder / "model.gguf")
+        if layout in GGUF_NAMES or layout == EXPERTS_NAME:
+            return self._write_gguf(layout, folder / "model.gguf")
         return self._write_folder(FOLDERS[layout], folder)
 
     def _write_folder(self, layout: FolderLayout, folder: Path) -> str:
@@ -117,19 +118,22 @@ class Checkpoints:
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         return str(folder)
 
-    def _write_gguf(self, form: str, path: Path) -> str:
+    def _write_gguf(self, layout: str, path: Path) -> str:
         """Names, order of rows and what is said about the model are those of the model's own file."""
         if self._source.path.suffix != ".gguf":
-            raise QuireError(f"{form} is written from the header of a GGUF file: {self._source.name} is none")
+            raise QuireError(f"{layout} is written from the header of a GGUF file: {self._source.name} is none")
+        experts = layout == EXPERTS_NAME
+        form, quantized = ("MXFP4", MLP_MATRIX) if experts else (layout.upper(), _GGUF_MATRIX)
         with GgufFile(self._source.path) as file:
-            write_gguf(path, file.metadata, [self._gguf_tensor(file, name, form) for name in file.tensors])
+            tensors = [self._gguf_tensor(file, name, form, quantized) for name in file.tensors]
+            write_gguf(path, *one_expert(file.metadata, tensors) if experts else (file.metadata, tensors))
         return str(path)
 
-    def _gguf_tensor(self, file: GgufFile, name: str, form: str) -> StoredTensor:
+    def _gguf_tensor(self, file: GgufFile, name: str, form: str, quantized: re.Pattern[str]) -> StoredTensor:
         tensor = file.tensors[name]
         values = torch.empty(tensor.shape)
         file.read(tensor, values.view(-1).numpy())
-        if _GGUF_MATRIX.fullmatch(name):
+        if quantized.fullmatch(name):
             elements = {quant.name: quant.block_elements for quant in QUANT_FORMATS.values()}
             form = NARROW[form] if tensor.shape[-1] % elements[form] and form in NARROW else form
             blocks = values.to(self._device, torch.bfloat16).float().view(-1, elements[form])

@@ -34,9 +34,10 @@ def test_layouts_of_a_file_are_near_bf16(tmp_path: Path, monkeypatch: pytest.Mon
     rows = [{"request": {"context": "\u0103", "continuation": f"\u0104{chr(0x106 + i)}"}} for i in range(2)]
     monkeypatch.setattr(data, "rows", lambda name: iter(rows))
     monkeypatch.setattr(layouts, "texts", lambda count: ["\u0103\u0104\u0105\u0106"])
-    files = ("fp8-blocks", "compressed-int8", "q6_k", "gptq")
+    files = ("fp8-blocks", "compressed-int8", "q6_k", "gptq", "mxfp4", "mxfp4-experts")
     asked = Asked(str(tmp_path / "model.gguf"), ("lambada",), None, None, files=files)
     kl = {line["format"]: line["kl"] for line in format_accuracy.measure(asked, [], 1, "cpu") if line["task"] == "kl"}
     assert tuple(kl) == files
     assert all(0 < found < 0.3 for found in kl.values()), kl
     assert kl["q6_k"] < kl["gptq"]
+    assert kl["mxfp4-experts"] < kl["mxfp4"]  # the MLP's matrices alone
