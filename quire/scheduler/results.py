@@ -30,7 +30,7 @@ class Results:
             if accepted:
                 cut_at_stop(result, seq.request.stop_ids)
             state.speculator.took(seq, entry, result, accepted)
-            if entry.num_drafts:  # What was refused, or follows the end, has neither tokens nor KV.
+            if entry.num_tokens > 1 and entry.num_drafts:  # Refused, or after the end: neither tokens nor KV.
                 entry.judged = result.num_drafts, result.parents, result.kept[: len(tokens)]
                 end = seq.num_computed = entry.start + len(tokens)
         seq.num_confirmed = end

@@ -244,7 +244,7 @@ class Scheduler:
         if self._pacer is not None and draft.load is not None:
             self._pacer.submitted(draft.load)
         if self.speculator is not None:
-            self.speculator.submitted(planned)
+            self.speculator.submitted(planned, draft.decodes_only)
             plan.drafts_follow, plan.head_rests = self.speculator.drafts_follow, self.speculator.head_rests(planned)
         return plan
 

@@ -97,6 +97,7 @@ class DeviceSpeculator(Speculator):
         self._followed: dict[Sequence, PositionOdds] = {}
         self._plain_seconds = 0.0
         """Spent on steps without drafts since the last one with some."""
+        self._plain_steps = 0
         self._since_plain = 0
         self._steps_with_drafts = 0
         self._remind = self._remind_next = _SOON
@@ -126,6 +127,8 @@ class DeviceSpeculator(Speculator):
         """Drafts were believed to be far from paying when it was last asked, for one sequence and for all of them."""
         self._holed: set[Sequence] = set()
         """Who gets no drafts any more: the model was not fed with all of its text."""
+        self._resting: list[Sequence] = []
+        """Those of the last step in which the head rested: all of them holed."""
 
     @property
     def drafts_follow(self) -> bool:
@@ -139,10 +142,13 @@ class DeviceSpeculator(Speculator):
         if not self._may_rest or not self._hopeless or self._chosen or load is None or load.drafts:
             return False
         sequences = [seq for seq, _, _ in planned]
+        if sequences == self._resting:
+            return True
         if len(sequences) > _FEW or (self._is_time_to_try and self._looks_away <= 0
                                      and not self._holed.issuperset(sequences)):
             return False
         self._holed.update(sequences)
+        self._resting = sequences
         return True
 
     def choose(self, decoding: list[Sequence], room: int) -> DraftChoice:
@@ -397,8 +403,8 @@ class DeviceSpeculator(Speculator):
             found = self._followed[seq] = PositionOdds(self.most, self._odds)
         return found
 
-    def submitted(self, planned: list[Planned]) -> None:
-        super().submitted(planned)
+    def submitted(self, planned: list[Planned], single: bool = False) -> None:
+        super().submitted(planned, single)
         load = self._in_flight[-1][0]
         if load is not None and load.drafts:
             load.behind = self._behind
@@ -421,9 +427,7 @@ class DeviceSpeculator(Speculator):
             size = load.drafting.bit_length()
             self._gaps[size] = gap + (1.0 - _FOLLOW_GAPS) * (self._gaps.get(size, gap) - gap)
         if not load.drafts:
-            self.times.observe(load.tokens, seconds)
-            self._plain_seconds += seconds
-            self._since_plain, self._remind = 0, self._remind_next
+            self._observe_plain(load.tokens, seconds)
             return
         self._plain_seconds = 0.0
         self._since_plain += 1
@@ -446,12 +450,30 @@ class DeviceSpeculator(Speculator):
         self.drafting.observe(load.drafting, ratio * self.drafting.estimate(load.drafting))
         self.times.follow(ratio)
 
+    def _observe_plain(self, tokens: int, seconds: float) -> None:
+        """Where drafts do not pay, one step in eight: how long it takes counts only for the next try."""
+        self._plain_steps += 1
+        if self._chosen or not self.overlaps or self._plain_steps % 8 == 1 or not self.times.known:
+            self.times.observe(tokens, seconds)
+        self._plain_seconds += seconds
+        self._since_plain, self._remind = 0, self._remind_next
+
     def _learn_reading(self, behind: int, seconds: float) -> None:
         """Few tokens show what it takes to begin, many what each takes."""
         if behind < _MANY_BEHIND:
             self._to_begin += 0.5 * (max(0.0, seconds - self.seconds_behind * behind) - self._to_begin)
         else:
             self.seconds_behind += 0.5 * (max(0.0, seconds - self._to_begin) / behind - self.seconds_behind)
+
+    def took(self, seq: Sequence, entry: PlanEntry, result: EntryResult, accepted: int) -> None:
+        if entry.num_tokens > 1:
+            super().took(seq, entry, result, accepted)
+        elif entry.start >= seq.num_prompt_tokens:
+            # Of a step without drafts nothing is learned: no more is done than to count it.
+            stats = self.stats
+            stats.decode_steps += 1
+            stats.decode_tokens += 1
+            seq.request.counts.decode_steps += 1
 
     def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
         """Where a chain was cut, a draft that was not offered has not hit: what counts is what asking for it brings."""
@@ -474,6 +496,7 @@ class DeviceSpeculator(Speculator):
         self._followed.pop(seq, None)
         self._seen.pop(seq, None)
         self._holed.discard(seq)
+        self._resting = []
         self._looks_away = 0
         self._usual_answer += _FOLLOW_ANSWERS * (len(seq.tokens) - seq.num_prompt_tokens - self._usual_answer)
 

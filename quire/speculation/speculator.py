@@ -132,8 +132,12 @@ class Speculator(ABC):
 
     # ---- when it runs
 
-    def submitted(self, planned: list[Planned]) -> None:
+    def submitted(self, planned: list[Planned], single: bool = False) -> None:
+        """`single`: each computes one token and draws the next, without drafts."""
         tokens = drafts = drafting = 0
+        if single and planned:
+            self._begun(Load(len(planned), 0, 0), 0)
+            return
         decoding = True
         for seq, entry, _ in planned:
             mine = entry.num_drafts
@@ -141,7 +145,9 @@ class Speculator(ABC):
             drafts += mine
             drafting += mine > 0
             decoding = decoding and entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + mine
-        load = Load(tokens, drafts, drafting) if decoding and planned else None
+        self._begun(Load(tokens, drafts, drafting) if decoding and planned else None, drafts)
+
+    def _begun(self, load: Load | None, drafts: int) -> None:
         self.overlaps = self.overlaps or bool(self._in_flight)
         self._in_flight.append((load, self._clock(), drafts))
 
@@ -237,9 +243,9 @@ class LookupSpeculator(Speculator):
             self._reading[seq] = proposer
         return found
 
-    def submitted(self, planned: list[Planned]) -> None:
+    def submitted(self, planned: list[Planned], single: bool = False) -> None:
         """Also read on: a little of long prompts in every step, from the step that begins to compute them."""
-        super().submitted(planned)
+        super().submitted(planned, single)
         for seq, entry, _ in planned:
             if entry.start < seq.num_prompt_tokens and seq.request.beams is None:
                 self._follow(seq)

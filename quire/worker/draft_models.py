@@ -33,6 +33,9 @@ class DraftProgress:
     then catches up from the first block that it has not filled.
     """
 
+    _marks_text = False
+    """What it marks is full of text, and not of drafts that may be refused."""
+
     def __init__(self, table: np.ndarray, block_size: int, group: int, num_blocks: int, num_host_blocks: int) -> None:
         self._table = table
         """Block tables of the group, as the last plan left them."""
@@ -56,6 +59,8 @@ class DraftProgress:
         """The target is about to write these tokens' KV. `left_out`: and keeps no hidden states of them."""
         size, table, flags = self._block_size, self._table, self._filled.few
         for entry in entries:
+            if self._marks_text and entry.num_tokens == 1 and entry.start % size:
+                continue  # into a block that is not full
             row, first, end = entry.row, entry.start // size, -(-(entry.start + entry.num_tokens) // size)
             if end - first > _FEW_BLOCKS:
                 self._filled.device[table[row, first:end]] = False
@@ -71,6 +76,12 @@ class DraftProgress:
         """So many tokens of the row are known to be right."""
         if row in self._computed:
             self._computed[row] = min(self._computed[row], num_tokens)
+
+    def all_kept(self, entries: Sequence[PlanEntry]) -> None:
+        """A step goes on after these texts."""
+        if self._computed:
+            for entry in entries:
+                self.kept(entry.row, entry.start)
 
     # ---- drafts
 

@@ -15,6 +15,8 @@ class HeadProgress(DraftProgress):
     """While drafts do not pay, the target's steps may leave out what a head reads. It cannot be made up for later, so
     whoever's text has such a hole gets no drafts. A hole belongs to its block, for whoever finds that by its prefix."""
 
+    _marks_text = True
+
     def __init__(self, table: np.ndarray, block_size: int, group: int, num_blocks: int, num_host_blocks: int) -> None:
         super().__init__(table, block_size, group, num_blocks, num_host_blocks)
         self._holes = BlockFlags(group, num_blocks, num_host_blocks)

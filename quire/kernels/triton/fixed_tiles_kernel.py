@@ -263,8 +263,7 @@ def fixed_tiles_kernel(
     PARTS_LAST: gl.constexpr,
     BAND: gl.constexpr,
     ORDERED: gl.constexpr,
-    BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr,
+    BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
     PDL: gl.constexpr,
     REGISTERS: gl.constexpr,
     SUMS: gl.constexpr,
@@ -283,11 +282,10 @@ def fixed_tiles_kernel(
         tokens = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for group in gl.static_range(2):
             mbarrier.init(tokens.index(group), count=1)
+    kept, other = full, full
     if PLACES:
         waiting = gl.allocate_shared_memory(gl.float32, [2, ROWS, FEATURES], KEPT)
         kept, other = waiting.index(0), waiting.index(1)
-    else:
-        kept, other = full, full
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)

@@ -155,9 +155,8 @@ class DeviceDrafter:
             progress.moved(plan.transfers)
         for start in plan.starts:
             progress.restart(start.row)
-        for entry in plan.entries:
-            # What was drafted beyond this was refused: a sequence goes on only when its drafts were judged.
-            progress.kept(entry.row, entry.start)
+        # What was drafted beyond this was refused: a sequence goes on only when its drafts were judged.
+        progress.all_kept(plan.entries)
         progress.written(plan.entries, plan.head_rests)
 
     def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]:

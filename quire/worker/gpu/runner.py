@@ -83,6 +83,7 @@ class DeviceRunner:
         self.launches = StepLaunches(passes, table, self.contexts, max(max_num_seqs, least_rows), advance)
         self.rungs = ladder(max_num_seqs)
         self.resting_rungs = [rung for rung in self.rungs if rung <= MOST_RESTING] if passes.is_watched else []
+        self._most_resting = max(self.resting_rungs, default=0)
         """Of decode steps that can do without what a draft head reads."""
         # Steps with drafts are never padded to these, so rows that are there for drafts need no shapes.
         mixed = self.contexts.mixed_rungs(decoder, min(max_num_seqs, table.num_rows), mixed_tokens)
@@ -143,7 +144,7 @@ class DeviceRunner:
         self.launches.scatter(*self._table.take_learned())
         plan = _with_chains(plan) if self.trees is None else self.trees.chains(plan)
         places, values = self._table.apply(plan)
-        if plan.head_rests and not self._may_rest(plan.entries):
+        if plan.head_rests and not self._may_rest(plan):
             plan = replace(plan, head_rests=False)
         if self.drafter is not None:
             self.drafter.follow(plan)
@@ -166,10 +167,11 @@ class DeviceRunner:
             pending.drafts = drafted
         return pending
 
-    def _may_rest(self, entries: Sequence[PlanEntry]) -> bool:
-        """Whether there is a step for these that keeps nothing for a draft head."""
-        return (bool(entries) and is_decode(entries) and len(entries) <= max(self.resting_rungs, default=0)
-                and not any(entry.num_drafts for entry in entries) and not self._is_long(entries))
+    def _may_rest(self, plan: StepPlan) -> bool:
+        """Whether there is a step for such a plan that keeps nothing for a draft head."""
+        entries = plan.entries
+        return (0 < len(entries) <= self._most_resting and (plan.decoding is not None or is_decode(entries))
+                and not self._is_long(entries))
 
     def _is_long(self, entries: Sequence[PlanEntry]) -> bool:
         """Of a decode step without drafts."""
