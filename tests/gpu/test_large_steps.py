@@ -13,24 +13,25 @@ if not torch.cuda.is_available():
 
 
 def tokens_of(count: int, fuse_rope: bool) -> list[list[int]]:
-    """Of so many sequences, by six layers of 8B's shapes with a small vocabulary, deterministic."""
+    """Of so many sequences, by twelve layers of 8B's shapes, deterministic."""
     from quire.bench.gpu.cases import MODELS
     from quire.bench.gpu.engine import build_core, build_worker, front_door
     from quire.sampling.params import SamplingParams
     from quire.worker.gpu.options import DeviceOptions
 
-    config: dict[str, Any] = {**MODELS["8b"], "num_hidden_layers": 6, "vocab_size": 1024}
-    options = DeviceOptions(max_num_seqs=count, max_num_batched_tokens=8192, deterministic=True, fuse_rope=fuse_rope)
-    worker = build_worker(config, options, num_kv_blocks=24 * count)
+    config: dict[str, Any] = {**MODELS["8b"], "num_hidden_layers": 12}
+    options = DeviceOptions(max_num_seqs=count, max_num_batched_tokens=16384, deterministic=True, fuse_rope=fuse_rope)
+    worker = build_worker(config, options, num_kv_blocks=72 * count)
     llm = front_door(build_core(worker, options), worker)
-    prompts = [[(7919 * seq + 31 * place) % 1024 for place in range(260)] for seq in range(count)]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True), use_tqdm=False)
+    prompts = [[(7919 * seq + 31 * place) % 150000 for place in range(1024)] for seq in range(count)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True), use_tqdm=False)
     llm.close()
     assert [output.error for output in outputs if output.error] == []
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("count", [16, 32, 128])
+@pytest.mark.parametrize("count", [32, 128])
 def test_rotation_inside_deterministic_attention_changes_no_token_of_steps_with_8b_shapes(count: int) -> None:
-    """At 32 sequences a barrier's state once came over numbers that its place was given to: some were not finite."""
+    """At 32 sequences a barrier's state once came over numbers that its place was given to: a third of them ended with
+    numbers that were not finite, in every run."""
     assert tokens_of(count, True) == tokens_of(count, False)
