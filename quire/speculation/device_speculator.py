@@ -63,6 +63,9 @@ _LIKELY = 0.5
 """Chance of a draft from which on a try has one more."""
 
 
+_NOTHING = DraftChoice()
+
+
 class DeviceSpeculator(Speculator):
     """Drafts of a model that runs in the worker: only their number is decided here, one for all sequences."""
 
@@ -153,7 +156,7 @@ class DeviceSpeculator(Speculator):
 
     def choose(self, decoding: list[Sequence], room: int) -> DraftChoice:
         if self._rests(decoding):
-            return DraftChoice()
+            return _NOTHING
         self._looked_at = len(decoding)
         return super().choose(decoding, room)
 
@@ -405,6 +408,8 @@ class DeviceSpeculator(Speculator):
 
     def submitted(self, planned: list[Planned], single: bool = False) -> None:
         super().submitted(planned, single)
+        if single:
+            return
         load = self._in_flight[-1][0]
         if load is not None and load.drafts:
             load.behind = self._behind

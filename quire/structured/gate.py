@@ -75,7 +75,7 @@ class GrammarGate:
 
     def with_masks(self, drafts: dict[int, Drafts], sequences: Iterable[Sequence]) -> dict[int, Drafts]:
         """Those of the drafts (by row) that have no grammar to follow, or whose masks are made in time."""
-        if self.isolated is None:
+        if self.isolated is None or not drafts:
             return drafts
         asked: dict[int, tuple[IsolatedSequence, Drafts]] = {}
         for seq in sequences:
