@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.assembly.ranks import check_parallel
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
+from quire.models.heads.build import read_head
+from quire.models.registry import read_spec
 from quire.scheduler.plan import PlanEntry
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import SMALL, make_checkpoint
 from tests.eagle_heads import PlainHead, make_head, target_states
 from tests.test_draft_trees import moves_counted
 from tests.test_speculation import PROMPTS, params, run
@@ -221,6 +223,66 @@ def test_embeddings_of_the_target_are_not_kept_twice(target: Path, tmp_path: Pat
             worker = llm._core.executor._worker  # type: ignore[attr-defined]
             head = worker._runner.drafter.model._head
             assert (head.embed is not head._target.embed) == changed
+
+
+def respelled(config: dict[str, Any], spelling: str) -> dict[str, Any]:
+    """The config of an EAGLE-3 head as others write it."""
+    if spelling == "authors":  # all versions are called so
+        return config | {"architectures": ["LlamaForCausalLM"]}
+    own = ("draft_vocab_size", "eagle_config")
+    layer = {name: value for name, value in config.items() if name not in own} | {"architectures": ["LlamaForCausalLM"]}
+    return {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "norm_before_residual": False,
+            "draft_vocab_size": config["draft_vocab_size"], "target_hidden_size": None,
+            "eagle_aux_hidden_state_layer_ids": config["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
+            "transformer_layer_config": layer}
+
+
+@pytest.mark.parametrize("spelling", ["authors", "speculators"])
+def test_an_eagle3_head_drafts_the_same_however_its_config_is_written(target: Path, tmp_path: Path,
+                                                                      spelling: str) -> None:
+    folder = make_head(tmp_path / "head", target, "eagle3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(respelled(config, spelling)))
+    if spelling == "speculators":
+        weights = {name.replace("midlayer.", "layers.0."): part
+                   for name, part in load_file(folder / "model.safetensors").items()}
+        save_file(weights, folder / "model.safetensors")
+    drafted = []
+    for head in (target / "eagle3", folder):
+        with LLM(str(target), skip_tokenizer_init=True, num_threads=1, **eagle(head)) as llm:
+            drafted.append(drafts_of(llm))
+            llm.generate(PROMPTS[:2], [params(0, max_tokens=12)] * 2, use_tqdm=False)
+    assert drafted[0] == drafted[1] and len(drafted[0]) > 10
+
+
+@pytest.mark.parametrize("said, read", [
+    ([2, 4, 5], (1, 3, 4)),  # what layers take in: what the ones before them put out
+    ([1, 3, 4], (1, 3, 4)),  # what layers put out
+    ([1, 4, 8], (0, 3, 7)),  # layer 8 of 8 takes nothing in: all are what layers take in
+    ([0, 1], (None, 0)),
+    (None, (1, 3, 4)),
+])
+def test_layers_are_numbered_by_what_they_take_in_or_by_what_they_put_out(said: Any, read: tuple[int | None, ...]
+                                                                          ) -> None:
+    config = {**SMALL, "num_hidden_layers": 8}
+    wanted = read_spec({**config, "architectures": ["LlamaForCausalLM"]})
+    head = {**config, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
+    found = read_head(head | {"eagle_aux_hidden_state_layer_ids": said}, wanted).states
+    assert found == tuple("embed" if layer is None else f"layers.{layer}" for layer in read)
+
+
+@pytest.mark.parametrize("changed, said", [
+    ({"norm_before_fc": True}, "norm_before_fc=True"),
+    ({"eagle_config": [1, 2]}, "eagle_config must be a mapping"),
+    ({"architectures": ["Eagle3Speculator"]}, "norm_before_residual is missing"),
+    ({"architectures": ["Eagle3Speculator"], "norm_before_residual": True}, "transformer_layer_config is missing"),
+    ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle"}, "speculators_model_type='eagle'"),
+])
+def test_fields_of_eagle3_that_are_not_known_are_refused_by_name(changed: dict[str, Any], said: str) -> None:
+    spec = read_spec({**SMALL, "architectures": ["LlamaForCausalLM"]})
+    head = {**SMALL, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
+    with pytest.raises(ModelLoadError, match=said):
+        read_head(head | changed, spec)
 
 
 @pytest.mark.parametrize("fault, said", [
