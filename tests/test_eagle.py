@@ -15,6 +15,8 @@ from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.assembly.ranks import check_parallel
 from quire.errors import ConfigError, ModelLoadError
+from quire.fuzz.head import write_head
+from quire.fuzz.run import _tokenizer
 from quire.models.heads.build import read_head
 from quire.models.registry import read_spec
 from quire.scheduler.plan import PlanEntry
@@ -203,6 +205,42 @@ def test_siblings_draft_from_their_common_prompt(target: Path, kind: str) -> Non
             outputs.append([one.token_ids for one in found.outputs])
     assert outputs[0] == outputs[1]
     assert len(seen) > 20
+
+
+@pytest.mark.parametrize("kind, more", [
+    ("skip_layers", {}), ("eagle", {}), ("eagle", {"tree": {"width": 3}}), ("eagle", {"verifier": "rejection"}),
+    ("eagle", {"adaptive": True}),
+    ("eagle", {"ranks": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2,
+                         "distributed_executor_backend": "threads"}}),
+], ids=lambda case: case if isinstance(case, str) else "-".join(case) or "chain")
+def test_lookups_serve_sequences_under_a_grammar(tmp_path: Path, kind: str, more: dict[str, Any]) -> None:
+    """A grammar's masks must know the drafts. The others beside them have those of the model in the same steps."""
+    pytest.importorskip("xgrammar")
+    config = {**SMALL, "architectures": ["LlamaForCausalLM"], "vocab_size": 61, "eos_token_id": 0,
+              "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    write_head(tmp_path / "head", config, "eagle")
+    ruled = {"structured_outputs": {"regex": "(ab|ba){30}c"}}
+    wanted = [SamplingParams(seed=i, temperature=0.7 * (i % 2), max_tokens=30, ignore_eos=True,
+                             **(ruled if i < 4 else {})) for i in range(8)]
+    model = {"model": str(tmp_path / "head")} if kind == "eagle" else {"skipped_layers": [1]}
+    method = {"method": kind, "adaptive": False, **model, **{k: v for k, v in more.items() if k != "ranks"}}
+    options = {"load_format": "dummy", "seed": 3, "num_threads": 1, "block_size": 4}
+    found = []
+    for asked in ({}, {"speculative_config": method, **more.get("ranks", {})}):
+        with LLM(str(tmp_path), **options, **asked) as llm:
+            outputs = llm.generate([[3 + i, 4, 5] for i in range(8)], wanted, use_tqdm=False)
+            llm.check()
+            assert llm.metrics()["kv_blocks_used"] == 0
+        found.append([one.outputs[0].token_ids for one in outputs])
+    drafted = [one.metrics.counts.draft_tokens for one in outputs]
+    if more.get("verifier") != "rejection":
+        assert found[0] == found[1]
+    assert found[0][::2] == found[1][::2]  # greedy
+    if not more.get("adaptive"):
+        assert min(drafted) > 0
+        assert outputs[0].metrics.counts.accepted_tokens > 0
 
 
 def test_rejection_gives_a_sequence_of_the_asked_length(target: Path) -> None:
