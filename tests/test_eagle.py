@@ -14,9 +14,13 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.engine.assembly.ranks import check_parallel
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
+from quire.fuzz.head import write_head
+from quire.fuzz.run import _tokenizer
+from quire.models.heads.build import read_head
+from quire.models.registry import read_spec
 from quire.scheduler.plan import PlanEntry
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import SMALL, make_checkpoint
 from tests.eagle_heads import PlainHead, make_head, target_states
 from tests.test_draft_trees import moves_counted
 from tests.test_speculation import PROMPTS, params, run
@@ -203,6 +207,42 @@ def test_siblings_draft_from_their_common_prompt(target: Path, kind: str) -> Non
     assert len(seen) > 20
 
 
+@pytest.mark.parametrize("kind, more", [
+    ("skip_layers", {}), ("eagle", {}), ("eagle", {"tree": {"width": 3}}), ("eagle", {"verifier": "rejection"}),
+    ("eagle", {"adaptive": True}),
+    ("eagle", {"ranks": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2,
+                         "distributed_executor_backend": "threads"}}),
+], ids=lambda case: case if isinstance(case, str) else "-".join(case) or "chain")
+def test_lookups_serve_sequences_under_a_grammar(tmp_path: Path, kind: str, more: dict[str, Any]) -> None:
+    """A grammar's masks must know the drafts. The others beside them have those of the model in the same steps."""
+    pytest.importorskip("xgrammar")
+    config = {**SMALL, "architectures": ["LlamaForCausalLM"], "vocab_size": 61, "eos_token_id": 0,
+              "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    write_head(tmp_path / "head", config, "eagle")
+    ruled = {"structured_outputs": {"regex": "(ab|ba){30}c"}}
+    wanted = [SamplingParams(seed=i, temperature=0.7 * (i % 2), max_tokens=30, ignore_eos=True,
+                             **(ruled if i < 4 else {})) for i in range(8)]
+    model = {"model": str(tmp_path / "head")} if kind == "eagle" else {"skipped_layers": [1]}
+    method = {"method": kind, "adaptive": False, **model, **{k: v for k, v in more.items() if k != "ranks"}}
+    options = {"load_format": "dummy", "seed": 3, "num_threads": 1, "block_size": 4}
+    found = []
+    for asked in ({}, {"speculative_config": method, **more.get("ranks", {})}):
+        with LLM(str(tmp_path), **options, **asked) as llm:
+            outputs = llm.generate([[3 + i, 4, 5] for i in range(8)], wanted, use_tqdm=False)
+            llm.check()
+            assert llm.metrics()["kv_blocks_used"] == 0
+        found.append([one.outputs[0].token_ids for one in outputs])
+    drafted = [one.metrics.counts.draft_tokens for one in outputs]
+    if more.get("verifier") != "rejection":
+        assert found[0] == found[1]
+    assert found[0][::2] == found[1][::2]  # greedy
+    if not more.get("adaptive"):
+        assert min(drafted) > 0
+        assert outputs[0].metrics.counts.accepted_tokens > 0
+
+
 def test_rejection_gives_a_sequence_of_the_asked_length(target: Path) -> None:
     with LLM(str(target), skip_tokenizer_init=True, num_threads=1,
              **eagle(target / "eagle", verifier="rejection")) as llm:
@@ -221,6 +261,66 @@ def test_embeddings_of_the_target_are_not_kept_twice(target: Path, tmp_path: Pat
             worker = llm._core.executor._worker  # type: ignore[attr-defined]
             head = worker._runner.drafter.model._head
             assert (head.embed is not head._target.embed) == changed
+
+
+def respelled(config: dict[str, Any], spelling: str) -> dict[str, Any]:
+    """The config of an EAGLE-3 head as others write it."""
+    if spelling == "authors":  # all versions are called so
+        return config | {"architectures": ["LlamaForCausalLM"]}
+    own = ("draft_vocab_size", "eagle_config")
+    layer = {name: value for name, value in config.items() if name not in own} | {"architectures": ["LlamaForCausalLM"]}
+    return {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "norm_before_residual": False,
+            "draft_vocab_size": config["draft_vocab_size"], "target_hidden_size": None,
+            "eagle_aux_hidden_state_layer_ids": config["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
+            "transformer_layer_config": layer}
+
+
+@pytest.mark.parametrize("spelling", ["authors", "speculators"])
+def test_an_eagle3_head_drafts_the_same_however_its_config_is_written(target: Path, tmp_path: Path,
+                                                                      spelling: str) -> None:
+    folder = make_head(tmp_path / "head", target, "eagle3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(respelled(config, spelling)))
+    if spelling == "speculators":
+        weights = {name.replace("midlayer.", "layers.0."): part
+                   for name, part in load_file(folder / "model.safetensors").items()}
+        save_file(weights, folder / "model.safetensors")
+    drafted = []
+    for head in (target / "eagle3", folder):
+        with LLM(str(target), skip_tokenizer_init=True, num_threads=1, **eagle(head)) as llm:
+            drafted.append(drafts_of(llm))
+            llm.generate(PROMPTS[:2], [params(0, max_tokens=12)] * 2, use_tqdm=False)
+    assert drafted[0] == drafted[1] and len(drafted[0]) > 10
+
+
+@pytest.mark.parametrize("said, read", [
+    ([2, 4, 5], (1, 3, 4)),  # what layers take in: what the ones before them put out
+    ([1, 3, 4], (1, 3, 4)),  # what layers put out
+    ([1, 4, 8], (0, 3, 7)),  # layer 8 of 8 takes nothing in: all are what layers take in
+    ([0, 1], (None, 0)),
+    (None, (1, 3, 4)),
+])
+def test_layers_are_numbered_by_what_they_take_in_or_by_what_they_put_out(said: Any, read: tuple[int | None, ...]
+                                                                          ) -> None:
+    config = {**SMALL, "num_hidden_layers": 8}
+    wanted = read_spec({**config, "architectures": ["LlamaForCausalLM"]})
+    head = {**config, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
+    found = read_head(head | {"eagle_aux_hidden_state_layer_ids": said}, wanted).states
+    assert found == tuple("embed" if layer is None else f"layers.{layer}" for layer in read)
+
+
+@pytest.mark.parametrize("changed, said", [
+    ({"norm_before_fc": True}, "norm_before_fc=True"),
+    ({"eagle_config": [1, 2]}, "eagle_config must be a mapping"),
+    ({"architectures": ["Eagle3Speculator"]}, "norm_before_residual is missing"),
+    ({"architectures": ["Eagle3Speculator"], "norm_before_residual": True}, "transformer_layer_config is missing"),
+    ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle"}, "speculators_model_type='eagle'"),
+])
+def test_fields_of_eagle3_that_are_not_known_are_refused_by_name(changed: dict[str, Any], said: str) -> None:
+    spec = read_spec({**SMALL, "architectures": ["LlamaForCausalLM"]})
+    head = {**SMALL, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
+    with pytest.raises(ModelLoadError, match=said):
+        read_head(head | changed, spec)
 
 
 @pytest.mark.parametrize("fault, said", [

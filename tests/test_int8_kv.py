@@ -145,7 +145,7 @@ def test_what_cannot_keep_codes_is_refused_by_the_name_of_the_field(
     with pytest.raises(ConfigError, match="latents") as caught:
         LLM(str(tmp_path), skip_tokenizer_init=True, **INT8)
     assert caught.value.field == "kv_cache_dtype"
-    monkeypatch.setattr(device, "_missing_for_gpu", lambda: None)
+    monkeypatch.setattr(device, "missing_for_gpu", lambda: None)
     with pytest.raises(ConfigError, match="needs a CPU") as caught:
         device.resolve(EngineConfig.create(model=str(tmp_path), device="cuda", **INT8))
     assert caught.value.field == "kv_cache_dtype"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
 from tests.checkpoints import make_checkpoint, make_model
 from tests.test_eagle import drafts_of
 from tests.test_speculation import PROMPTS, run
@@ -130,3 +130,20 @@ def test_a_model_without_such_a_layer_is_refused(tmp_path: Path, target: tuple[s
     make_checkpoint(tmp_path / "llama", "llama")
     refused(tmp_path / "llama", "num_nextn_predict_layers")
     refused(target[1], "kv_cache_dtype", kv_cache_dtype="int8")
+
+
+@pytest.mark.parametrize("change, said", [
+    (None, "lacks eh_proj.weight of the layer"),
+    (torch.zeros(48, 48), r"'eh_proj.weight' of the layer .* has shape \(48, 48\), but the config asks for \(48, 96\)"),
+], ids=["missing", "shape"])
+def test_what_is_wrong_with_the_layer_is_said_by_its_name_in_the_checkpoint(
+        tmp_path: Path, target: tuple[str, Path], change: torch.Tensor | None, said: str) -> None:
+    weights = load_file(target[1] / "model.safetensors")
+    name = f"model.layers.{LAYERS}.eh_proj.weight"
+    del weights[name]
+    if change is not None:
+        weights[name] = change
+    (tmp_path / "config.json").write_text((target[1] / "config.json").read_text())
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=said):
+        LLM(str(tmp_path), skip_tokenizer_init=True, num_threads=1, **MTP)

@@ -88,19 +88,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
+    from quire.engine.assembly.device import missing_for_gpu
     from quire.models.loader.source import resolve_model
+    from quire.models.registry import read_spec
     from quire.training.card import write_card
     from quire.training.eagle import Trainer
     from quire.training.target import Target
+    from quire.training.trainable import check_trainable
 
     if args.steps is None:
         args.steps = _DEFAULTS.steps if args.time_limit is None else _UNLIMITED_STEPS
     options = _options(args)
-    folder = Path(args.out).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    missing = None if args.device == "cpu" else missing_for_gpu()
+    if missing is not None:
+        raise UsageError(f"--device {args.device} cannot be used: {missing}")
+    source = resolve_model(args.model)
+    check_trainable(read_spec(source.config), options)  # before texts are made, which may take hours
+    folder = _folder(args.out)
     texts = _texts(args, folder, None if args.time_limit is None else started + args.generate_share * args.time_limit)
     _say(f"{len(texts)} texts of {len(texts.tokens)} tokens")
-    source = resolve_model(args.model)
     trainer = Trainer(Target(source, args.device, args.num_threads), texts, options)
     if trainer.resume(folder):
         _say(f"goes on after step {trainer.step}")
@@ -112,7 +118,8 @@ def run(args: argparse.Namespace) -> int:
         trainer.options = dataclasses.replace(options, max_seconds=max(1.0, min(options.max_seconds, left)))
     with _bar(trainer.options, trainer.step, args.time_limit is not None) as (say, stepped):
         found = trainer.train(folder, say, stepped)
-    write_card(folder, args.model, vars(args), found, trainer.step, time.monotonic() - began, len(texts.tokens))
+    seconds = trainer.seconds_before + time.monotonic() - began
+    write_card(folder, args.model, vars(args), found, trainer.step, seconds, len(texts.tokens))
     _say(f"held-out text: {found}; the head is in {folder}")
     return 0
 
@@ -133,21 +140,23 @@ def _bar(options: TrainingOptions, step: int, limited: bool
         yield tqdm.write, lambda steps, seconds: bar.update((min(total, round(seconds)) if limited else steps) - bar.n)
 
 
+def _folder(out: str) -> Path:
+    folder = Path(out).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: there can be no folder {out}: {error.strerror}") from None
+    return folder
+
+
 def _options(args: argparse.Namespace) -> TrainingOptions:
-    if args.time_limit is not None and args.time_limit <= 0.0:
-        raise UsageError("--time-limit must be above 0")
+    _check_numbers(args)
     if not 0.0 < args.generate_share < 1.0:
         raise UsageError("--generate-share must be above 0 and below 1")
-    for name in ("steps", "batch_tokens", "max_length", "depth", "draft_vocab", "intermediate", "eval_every",
-                 "save_every", "max_answer", "generators"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
     if args.rows is not None and args.rows < 1:
         raise UsageError("--rows must be at least 1")
     if args.rows is not None and not _lockstep(args):
         raise UsageError("--rows goes with answers in lockstep: add --generate-with lockstep")
-    if args.weight_decay < 0.0:
-        raise UsageError("--weight-decay must not be negative")
     if args.data is not None and not Path(args.data).expanduser().is_file():
         raise UsageError(f"--data: there is no file {args.data}")
     if args.own is not None and args.own < 1:
@@ -159,6 +168,24 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
     return TrainingOptions(args.seed, args.steps, args.batch_tokens, args.max_length, args.learning_rate, args.depth,
                            args.feature_weight, args.draft_vocab, args.intermediate, args.eval_every, args.save_every,
                            args.train_seconds, args.teacher_temperature, args.weights, args.weight_decay, args.start)
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name in ("steps", "batch_tokens", "max_length", "depth", "draft_vocab", "intermediate", "eval_every",
+                 "save_every", "max_answer", "generators", "num_threads"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("time_limit", "generate_seconds", "train_seconds", "learning_rate"):
+        value = getattr(args, name)
+        if value is not None and not value > 0.0:  # nor is nan
+            raise UsageError(f"--{name.replace('_', '-')} must be above 0")
+    for name in ("time_limit", "learning_rate", "weight_decay", "feature_weight"):
+        if getattr(args, name) == float("inf"):
+            raise UsageError(f"--{name.replace('_', '-')} must not be infinite")
+    for name in ("weight_decay", "feature_weight", "seed"):
+        if not getattr(args, name) >= 0.0:
+            raise UsageError(f"--{name.replace('_', '-')} must not be negative")
 
 
 def _texts(args: argparse.Namespace, folder: Path, until: float | None) -> Any:

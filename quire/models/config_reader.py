@@ -71,6 +71,14 @@ class ConfigReader:
     def get(self, field: str) -> Any:
         return self._config.get(field)
 
+    def with_fields_of(self, field: str) -> ConfigReader:
+        """A reader of the config that `field` holds, and of all fields beside it."""
+        inner = self.get(field)
+        if not isinstance(inner, Mapping):
+            self.fail(field, "is missing" if inner is None else f"must be a mapping, not {inner!r:.80}")
+        outer = {name: value for name, value in self._config.items() if value is not None}
+        return ConfigReader({**inner, **outer}, self.architecture)
+
     def allow(self, field: str, *values: object) -> None:
         """Refuse the config if `field` is there with another value than these."""
         value = self.get(field)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from quire.speculation.acceptance import PositionOdds
 from quire.speculation.choice import DraftChoice, Drafts
 from quire.speculation.costs import StepCosts
-from quire.speculation.speculator import Load, Speculator, offered_by_depth
+from quire.speculation.ngram import NgramSource
+from quire.speculation.speculator import Load, LookupSpeculator, Speculator, offered_by_depth
 from quire.speculation.tree import TreeShape
 
 if TYPE_CHECKING:
@@ -132,6 +133,11 @@ class DeviceSpeculator(Speculator):
         """Who gets no drafts any more: the model was not fed with all of its text."""
         self._resting: list[Sequence] = []
         """Those of the last step in which the head rested: all of them holed."""
+        self._lookups = None if gpu else LookupSpeculator(NgramSource(1), most, adaptive, clock)
+        """For sequences under a grammar. Its masks after drafts must know them, and those of a model are known in the
+        worker only; these are known here."""
+        if self._lookups is not None:
+            self._lookups.times = self.times
 
     @property
     def drafts_follow(self) -> bool:
@@ -156,9 +162,15 @@ class DeviceSpeculator(Speculator):
 
     def choose(self, decoding: list[Sequence], room: int) -> DraftChoice:
         if self._rests(decoding):
-            return _NOTHING
+            if self._lookups is None:
+                return _NOTHING
+            return DraftChoice(self._looked_up([seq for seq in decoding if not seq.num_pending], len(decoding), room))
         self._looked_at = len(decoding)
         return super().choose(decoding, room)
+
+    def _looked_up(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
+        ruled = [seq for seq in sequences if seq.request.start_grammar is not None and self._may_have_drafts(seq)]
+        return {} if self._lookups is None or not ruled else self._lookups._choose(ruled, num_decoding, room)
 
     def _rests(self, decoding: list[Sequence]) -> bool:
         """Where steps overlap: drafts do not pay for these, nothing was learned since, and it is not time for a try.
@@ -172,6 +184,11 @@ class DeviceSpeculator(Speculator):
         return True
 
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
+        looked_up = self._looked_up(sequences, num_decoding, room)
+        room -= sum(drafts.count for drafts in looked_up.values())
+        return looked_up | self._choose_own(sequences, num_decoding, room)
+
+    def _choose_own(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
         sequences = self._draftable(sequences)
         count = min(self.most, room // len(sequences)) if sequences else 0
         shape = self._tree_in(room // len(sequences)) if sequences else None
@@ -193,8 +210,7 @@ class DeviceSpeculator(Speculator):
         return self._drafts_of(sequences, count, shape)
 
     def _draftable(self, sequences: list[Sequence]) -> list[Sequence]:
-        """A grammar's masks after drafts must know them, and these are known in the worker only. Nor has a text that
-        the model was not fed with."""
+        """None under a grammar, and no text that the model was not fed with."""
         found = [seq for seq in sequences if seq.request.start_grammar is None and seq not in self._holed]
         self._all_cut = self._cuts and all(_likeliest_alone(seq) for seq in found)
         return found
@@ -406,8 +422,13 @@ class DeviceSpeculator(Speculator):
             found = self._followed[seq] = PositionOdds(self.most, self._odds)
         return found
 
+    def _own_drafts(self, entry: PlanEntry) -> int:
+        return entry.device_drafts
+
     def submitted(self, planned: list[Planned], single: bool = False) -> None:
         super().submitted(planned, single)
+        if self._lookups is not None:
+            self._lookups.read([one for one in planned if one[0].request.start_grammar is not None])
         if single:
             return
         load = self._in_flight[-1][0]
@@ -471,7 +492,7 @@ class DeviceSpeculator(Speculator):
             self.seconds_behind += 0.5 * (max(0.0, seconds - self._to_begin) / behind - self.seconds_behind)
 
     def took(self, seq: Sequence, entry: PlanEntry, result: EntryResult, accepted: int) -> None:
-        if entry.num_tokens > 1:
+        if entry.num_tokens > 1 or self._lookups is not None:
             super().took(seq, entry, result, accepted)
         elif entry.start >= seq.num_prompt_tokens:
             # Of a step without drafts nothing is learned: no more is done than to count it.
@@ -482,6 +503,8 @@ class DeviceSpeculator(Speculator):
 
     def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
         """Where a chain was cut, a draft that was not offered has not hit: what counts is what asking for it brings."""
+        if self._lookups is not None:
+            self._lookups._learn(seq, entry, accepted, result)  # of those that it follows
         if not entry.device_drafts:
             return
         if result.undraftable:
@@ -498,6 +521,8 @@ class DeviceSpeculator(Speculator):
             (self._tree_odds if result.parents else self._follow(seq)).add(hits)
 
     def forget(self, seq: Sequence) -> None:
+        if self._lookups is not None:
+            self._lookups.forget(seq)
         self._followed.pop(seq, None)
         self._seen.pop(seq, None)
         self._holed.discard(seq)

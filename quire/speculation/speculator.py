@@ -140,16 +140,20 @@ class Speculator(ABC):
             return
         decoding = True
         for seq, entry, _ in planned:
-            mine = entry.num_drafts
+            mine = self._own_drafts(entry)
             tokens += entry.num_tokens
             drafts += mine
             drafting += mine > 0
-            decoding = decoding and entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + mine
+            decoding = decoding and entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + entry.num_drafts
         self._begun(Load(tokens, drafts, drafting) if decoding and planned else None, drafts)
 
     def _begun(self, load: Load | None, drafts: int) -> None:
         self.overlaps = self.overlaps or bool(self._in_flight)
         self._in_flight.append((load, self._clock(), drafts))
+
+    def _own_drafts(self, entry: PlanEntry) -> int:
+        """Drafts whose proposal and cost are this speculator's own affair."""
+        return entry.num_drafts
 
     def done(self, lost: bool = False, judged: list[int] | None = None) -> None:
         """The oldest step is back, or lost. `judged`: how many drafts of each entry there were, once that is known."""
@@ -244,8 +248,11 @@ class LookupSpeculator(Speculator):
         return found
 
     def submitted(self, planned: list[Planned], single: bool = False) -> None:
-        """Also read on: a little of long prompts in every step, from the step that begins to compute them."""
         super().submitted(planned, single)
+        self.read(planned)
+
+    def read(self, planned: list[Planned]) -> None:
+        """Read on: a little of long prompts in every step, from the step that begins to compute them."""
         for seq, entry, _ in planned:
             if entry.start < seq.num_prompt_tokens and seq.request.beams is None:
                 self._follow(seq)

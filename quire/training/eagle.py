@@ -17,15 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.kernels.quantized import UNIT
 from quire.training.distill import distilled
 from quire.training.head import HeadShape, Matrices, TrainedHead, moved_on
 from quire.training.options import TrainingOptions
 from quire.training.remembered import Remembered
 from quire.training.rounded import PACKED_CONFIG, ROUNDED_CONFIG, on_grid, packed, rounded
-from quire.training.start import begin_at, can_begin_at
+from quire.training.start import begin_at
 from quire.training.target import Seen, Target
 from quire.training.texts import Texts
+from quire.training.trainable import begins_at_target, check_trainable
 
 _ROUND_LENGTH = 64
 """Rows of a batch are padded to a multiple of so many tokens."""
@@ -85,6 +85,7 @@ class Trainer:
     """One head for one target. Batches depend on seed and step alone, so that a run can be resumed anywhere."""
 
     def __init__(self, target: Target, texts: Texts, options: TrainingOptions) -> None:
+        check_trainable(target.decoder.spec, options)
         self.target = target
         self.options = options
         self._device = target.device
@@ -110,22 +111,18 @@ class Trainer:
             [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             options.learning_rate, (0.9, 0.95), fused=fused)
         self.step = 0
-        self._seconds_before = 0.0
+        self.seconds_before = 0.0
         """Of training, by runs before this one."""
 
     def _new_head(self) -> TrainedHead:
         spec = self.target.decoder.spec
         attention = spec.layers[0].attention
-        rope = spec.ropes[0] if spec.ropes else None
-        if rope is None or rope.kind != "default" or rope.rotary_dim != attention.head_dim:
-            raise ConfigError("quire train eagle needs a model whose heads turn as a whole, by plain rotary positions",
-                              "model")
         seen = self._see(self._batch(self._trained[:2]))
         states = seen.states.float().unflatten(-1, (-1, spec.hidden_size))
         rms = states[:, 1:].square().mean((0, 1, 3)).sqrt().cpu()  # the first token's are often far out of scale
         scale = 1.0 / float(self._rows.float().norm(dim=1).mean().clamp(min=1e-6))
         shape = HeadShape(spec.hidden_size, len(self.target.states), attention.num_heads, attention.num_kv_heads,
-                          attention.head_dim, self.options.intermediate, spec.layers[0].norm.eps, rope.theta)
+                          attention.head_dim, self.options.intermediate, spec.layers[0].norm.eps, spec.ropes[0].theta)
         head = TrainedHead(shape, rms, scale, self.options.seed, self._rounds)
         if self.begins_at_target:
             begin_at(head, self.target, rms, scale)
@@ -134,22 +131,11 @@ class Trainer:
     @property
     def _rounds(self) -> bool:
         """A head that is stored in 4 bits computes with them in training too."""
-        spec = self.target.decoder.spec
-        attention = spec.layers[0].attention
-        widths = (spec.hidden_size, self.options.intermediate, attention.num_heads * attention.head_dim)
-        if self.options.weights == "int4" and any(width % UNIT for width in widths):
-            raise ConfigError(f"matrices of widths {widths} have no whole groups of {UNIT} columns for int4: take int8",
-                              "weights")
         return self.options.weights == "int4"
 
     @property
     def begins_at_target(self) -> bool:
-        """And not at random."""
-        possible = can_begin_at(self.target, self.options.intermediate)
-        if self.options.start == "target" and not possible:
-            raise ConfigError("the target's last layer is no start for this head: --intermediate must be the width of "
-                              "its MLP, and its parts those of a Llama", "start")
-        return possible and self.options.start != "random"
+        return begins_at_target(self.target.decoder.spec, self.options)
 
     # ---- batches
 
@@ -233,7 +219,7 @@ class Trainer:
         """Of learning: rises over the first steps, or the first moments of a short time, then falls along a cosine of
         the steps, or of the time where that will be up first. A run that goes on has the time of both."""
         warm, steps = min(_WARM_UP, max(1, self.options.steps // 20)), self.options.steps
-        in_time = (self._seconds_before + seconds) / (self._seconds_before + self.options.max_seconds)
+        in_time = (self.seconds_before + seconds) / (self.seconds_before + self.options.max_seconds)
         risen = max((self.step + 1) / warm, in_time / _WARM_TIME)
         if risen < 1.0:
             return self.options.learning_rate * risen
@@ -263,13 +249,13 @@ class Trainer:
                 said, training = self.step, 0.0
                 looked += time.monotonic() - began - spent
             if self.step % options.save_every == 0 or (limited and spent - saved > _SAVE_SECONDS):
-                self.save(folder, self._seconds_before + spent)
+                self.save(folder, self.seconds_before + spent)
                 self.export(folder)
                 saved = spent
             spent = time.monotonic() - began
             if stepped is not None:
                 stepped(self.step, spent)
-        self.save(folder, self._seconds_before + spent)
+        self.save(folder, self.seconds_before + spent)
         self.export(folder)
         return self.evaluate(time.monotonic() + _LAST_LOOK * options.max_seconds)
 
@@ -336,19 +322,18 @@ class Trainer:
         for index, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(part).cpu() for name, part in state.items()}
         tensors["step"] = torch.tensor(self.step)
-        part = folder / f"{_STATE}.part"
+        part, told = folder / f"{_STATE}.part", folder / f"{_PROGRESS}.part"
         save_file(tensors, part)
-        part.replace(folder / _STATE)
-        told = folder / f"{_PROGRESS}.part"
         told.write_text(json.dumps({"step": self.step, "seconds": seconds, "options": _plain(self.options)}))
-        told.replace(folder / _PROGRESS)
+        told.replace(folder / _PROGRESS)  # before the state: where that is, a run goes on, and reads this
+        part.replace(folder / _STATE)
 
     def resume(self, folder: Path) -> bool:
         """Go on from what `folder` holds, if it holds anything."""
         if not (folder / _STATE).is_file():
             return False
         progress = json.loads((folder / _PROGRESS).read_text())
-        kept, self._seconds_before = {"start": "random"} | progress["options"], float(progress.get("seconds", 0.0))
+        kept, self.seconds_before = {"start": "random"} | progress["options"], float(progress.get("seconds", 0.0))
         differing = [name for name, value in _plain(self.options).items()
                      if kept.get(name) != value and name not in ("max_seconds", "eval_every", "save_every")]
         if differing:

@@ -77,7 +77,7 @@ class Rows:
     @property
     def _shape(self) -> HeadShape:
         shape = self._decoder.layers[0].attn.shape
-        assert isinstance(shape, HeadShape)  # no latents: `check_trainable`
+        assert isinstance(shape, HeadShape)  # no latents: `check_target`
         return shape.evened
 
     def _capture(self) -> None:

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from quire.layers.attention import Attention
 from quire.layers.linear import Linear
 from quire.layers.mlp import Mlp
-from quire.layers.spec import MlpSpec
 from quire.training.head import TrainedHead
 from quire.training.target import Target
 
 _OTHERS = 0.1
 """Of the random weights of states, beside the last state itself."""
-
-
-def can_begin_at(target: Target, intermediate: int) -> bool:
-    """Whether its last layer has the parts of a head, of the same sizes."""
-    layer = target.decoder.spec.layers[-1]
-    own, mlp = layer.attention, layer.mlp
-    norms = (layer.norm, target.decoder.spec.final_norm)
-    return (
-        layer.placement == "pre" and isinstance(mlp, MlpSpec) and mlp.intermediate == intermediate and mlp.gated
-        and mlp.activation == "silu" and not mlp.bias and not own.qkv_bias and not own.out_bias
-        and own.qk_norm is None and own.softcap is None and own.window is None and not own.sinks
-        and own.growth is None and own.rope == 0 and math.isclose(own.scale, own.head_dim**-0.5)
-        and (own.num_heads, own.num_kv_heads) == (target.decoder.spec.layers[0].attention.num_heads,
-                                                  target.decoder.spec.layers[0].attention.num_kv_heads)
-        and all(norm is not None and norm.kind == "rms" for norm in norms)
-    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -41,7 +22,7 @@ def begin_at(head: TrainedHead, target: Target, rms: Tensor, scale: float) -> No
     they do at random."""
     layer, final, hidden = target.decoder.layers[-1], target.decoder.final_norm, head.shape.hidden
     attn, mlp = layer.attn, layer.mlp
-    assert isinstance(attn, Attention) and isinstance(mlp, Mlp) and final is not None  # `can_begin_at`
+    assert isinstance(attn, Attention) and isinstance(mlp, Mlp) and final is not None  # `begins_at_target`
     own, size = head.fc.view(hidden, -1, hidden), rms[-1]
     own *= _OTHERS
     own[:, -1] += torch.eye(hidden) / size

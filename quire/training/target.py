@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.errors import ConfigError
 from quire.kernels.types import HeadShape, LayerCache, StepContext
 from quire.models.build import build_decoder
 from quire.models.decoder import Decoder
 from quire.models.loader.source import ModelSource
 from quire.ops.cpu import CpuOps
+from quire.training.trainable import check_target
 
 _BLOCK = 16
 _LOGIT_ROWS = 8192
@@ -108,7 +108,7 @@ class Target:
         if attention is None:
             return ctx
         shape = self.decoder.layers[0].attn.shape
-        assert isinstance(shape, HeadShape)  # no latents: `check_trainable`
+        assert isinstance(shape, HeadShape)  # no latents: `check_target`
         adapted = attention.adapt(ctx, shape, None)
         adapted.rows = torch.arange(count, dtype=torch.int32, device=self.device)
         return adapted
@@ -135,19 +135,5 @@ def _decoder(source: ModelSource, device: torch.device, threads: int | None) -> 
         ops = TritonOps(device, torch.bfloat16)
         decoder = build_on_device(source.config, source.weights(None), ops, device, torch.bfloat16,
                                   min(8192, source.config.get("max_position_embeddings", 8192)))
-    check_trainable(decoder)
+    check_target(decoder.spec)
     return decoder
-
-
-def check_trainable(decoder: Decoder) -> None:
-    """Refuse a model that no head can be trained for."""
-    spec = decoder.spec
-    why = None
-    if spec.embed_dim != spec.hidden_size or spec.embed_scale != 1.0 or spec.positions is not None:
-        why = "changes its embeddings before the first layer"
-    elif spec.num_layers < 2:
-        why = "has a single layer"
-    elif any(layer.attention.latent is not None for layer in spec.layers):
-        why = "attends in a latent space"
-    if why is not None:
-        raise ConfigError(f"quire train eagle cannot train a head for this model: {spec.architecture} {why}", "model")

@@ -23,7 +23,8 @@ from quire.kernels.quantized import UNIT
 from quire.models.loader.source import resolve_model
 from quire.training import eagle as eagle_training
 from quire.training import remembered
-from quire.training.eagle import Trainer
+from quire.training.card import write_card
+from quire.training.eagle import Acceptance, Trainer
 from quire.training.options import TrainingOptions
 from quire.training.questions import Exchange, question
 from quire.training.target import Target
@@ -163,12 +164,23 @@ def test_a_stopped_run_goes_on_to_the_same_weights(texts: Texts, target: Target,
         pass
 
     first = Trainer(target, texts, short)
-    save = first.save
 
     def killed(folder: Path, seconds: float = 0.0) -> None:
-        save(folder, seconds)
+        Trainer.save(first, folder, seconds)
         raise Killed
 
+    replace_file = Path.replace
+
+    def killed_before(path: Path, new: Path) -> Path:
+        if new.name == "training.safetensors":
+            raise Killed
+        return replace_file(path, new)
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Path, "replace", killed_before)
+        first.train(parts, quiet)
+    assert not Trainer(target, texts, short).resume(parts)  # half of a checkpoint is none
+    first = Trainer(target, texts, short)
     first.save = killed  # type: ignore[method-assign]
     with pytest.raises(Killed):
         first.train(parts, quiet)
@@ -251,6 +263,53 @@ def test_texts_of_other_questions_are_not_trained_on(tmp_path: Path) -> None:
     assert len(train_eagle._texts(parsed(*asked), out, None)) == 1
     with pytest.raises(UsageError, match="no file"):
         train_eagle._options(parsed("--out", str(out), "--data", str(tmp_path / "nothing"), "--steps", "1"))
+
+
+@pytest.mark.parametrize("given, said", [
+    (["--learning-rate", "-1"], "--learning-rate must be above 0"),
+    (["--learning-rate", "nan"], "--learning-rate must be above 0"),
+    (["--time-limit", "nan"], "--time-limit must be above 0"),
+    (["--train-seconds", "-5"], "--train-seconds must be above 0"),
+    (["--generate-seconds", "0"], "--generate-seconds must be above 0"),
+    (["--feature-weight", "-1"], "--feature-weight must not be negative"),
+    (["--weight-decay", "nan"], "--weight-decay must not be negative"),
+    (["--learning-rate", "inf"], "--learning-rate must not be infinite"),
+    (["--num-threads", "0"], "--num-threads must be at least 1"),
+])
+def test_options_that_no_run_can_have_are_refused_by_name(given: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        train_eagle._options(parsed("--out", "head", "--self", "9", "--steps", "1", *given))
+
+
+@pytest.mark.parametrize("family, given, said", [
+    ("llama", ["--start", "target", "--intermediate", "88"], "no start for this head"),
+    ("llama", ["--weights", "int4", "--intermediate", "72"], "for int4"),
+    ("gemma2", [], "Gemma2ForCausalLM changes its embeddings"),
+    ("deepseek_v3", [], "DeepseekV3ForCausalLM attends in a latent space"),
+    ("phi3", [], "Phi3ForCausalLM does not turn its heads as a whole"),
+])
+def test_what_cannot_be_trained_is_refused_before_texts_are_made(tmp_path: Path, family: str, given: list[str],
+                                                                 said: str) -> None:
+    make_checkpoint(tmp_path / "model", family)
+    asked = parsed("--model", str(tmp_path / "model"), "--out", str(tmp_path / "head"), "--self", "100", *given)
+    with pytest.raises(ConfigError, match=said):
+        train_eagle.run(asked)
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--out: there can be no folder"):
+        train_eagle._folder(str(tmp_path / "file" / "head"))
+
+
+def test_the_card_says_what_was_asked_and_how_long_all_runs_took(tmp_path: Path) -> None:
+    found = Acceptance((0.5, 0.25), 9.0, 1.75)
+    for options, said in (({"data": "/some/where/questions.jsonl", "seed": 3}, "(questions of questions.jsonl, and"),
+                          ({"data": None, "own": 900}, "(questions that the model made up, and")):
+        write_card(tmp_path, "smollm2-135m", options, found, 12, 34.0, 5678)
+        card = (tmp_path / "README.md").read_text()
+        assert "5,678 tokens " + said + " answers), 12 steps, 34 s" in card and "/some/where" not in card
 
 
 def test_a_head_begins_at_the_last_layer_of_its_target(folder: Path, texts: Texts, target: Target,

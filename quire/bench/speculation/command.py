@@ -71,8 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", choices=["tiny", *MODELS], metavar="NAME",
                         help=f"random weights of Qwen3 shapes instead of a model: tiny, {', '.join(MODELS)}")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.0, 0.5, 0.8, 1.0], metavar="SHARE",
-                        help="of known drafts (default: 0 0.5 0.8 1)")
-    parser.add_argument("--drafts", type=int, nargs="+", default=[4], metavar="N", help="known ones (default: 4)")
+                        help="of drafts of --methods known (default: 0 0.5 0.8 1)")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[4], metavar="N",
+                        help="of --methods known (default: 4)")
     parser.add_argument("--num-threads", type=int, metavar="N", help="threads of the CPU kernels (default: the cores)")
     parser.add_argument("--quantization", metavar="NAME", help="of both engines, as of LLM: file, int8, int4")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where it runs (default: cpu)")
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.llm import LLM
     from quire.machine import describe_machine
 
+    _check(args)
     machine = describe_machine()
     configs = {"given": args.config} if args.config else {name: _METHODS[name] for name in args.methods}
     if args.shapes and args.device == "cuda":
@@ -123,6 +125,15 @@ def run(args: argparse.Namespace) -> int:
         return 1
     # A GPU's sums depend on the batch, unless it is told otherwise: there a difference is not an error.
     return 0 if same or args.device == "cuda" else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("max_tokens", "repeat", "batch", "drafts"):
+        value = getattr(args, name)
+        if min(value if isinstance(value, list) else [value]) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1", field=name)
+    if not all(0.0 <= share <= 1.0 for share in args.acceptance):
+        raise ConfigError("--acceptance must be between 0 and 1", field="acceptance")
 
 
 def _with_model(config: dict[str, Any], model: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def resolve(config: EngineConfig, source: ModelSource | None = None) -> EngineCo
     """The same with device, and what the user left to device and file, filled in. `source` None: a file of floats."""
     # The dummy executor computes nothing: no need to look for a GPU, nor to import torch.
     device = "cpu" if config.model.executor == "dummy" else config.model.device
-    missing = None if device == "cpu" else _missing_for_gpu()
+    missing = None if device == "cpu" else missing_for_gpu()
     if device == "cuda" and missing is not None:
         raise ConfigError(f"device 'cuda' cannot be used: {missing}; use device='cpu' or 'auto'", field="device")
     gpu = device != "cpu" and missing is None
@@ -110,7 +110,7 @@ def draft_rows(config: EngineConfig) -> int:
     return rows_of(config)
 
 
-def _missing_for_gpu() -> str | None:
+def missing_for_gpu() -> str | None:
     """Why no GPU can be used here, or None."""
     import torch
 

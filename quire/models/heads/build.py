@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.kernels.quantized import Rounding
 from quire.models.config_reader import ConfigReader
-from quire.models.heads import eagle, eagle3
+from quire.models.heads import eagle, eagle3, speculators
 from quire.models.heads.ends import HeadTarget
 from quire.models.heads.format import HeadFormat
 from quire.models.heads.head import DraftHead
@@ -21,7 +21,8 @@ from quire.models.heads.shipped import check_target
 from quire.models.heads.spec import HeadSpec
 from quire.models.spec import DecoderSpec
 
-FORMATS: dict[str, HeadFormat] = {name: file.FORMAT for file in (eagle, eagle3) for name in file.FORMAT.architectures}
+FORMATS: dict[str, HeadFormat] = {name: file.FORMAT for file in (eagle, eagle3, speculators)
+                                  for name in file.FORMAT.architectures}
 
 _ROUNDING = Rounding(bits=4, zero_points=True, alike=True)
 """Of heads that are stored as integers: a draft costs what it reads. Weights of a file of 4 bits are found again."""
@@ -32,6 +33,8 @@ def format_of(config: Mapping[str, Any]) -> HeadFormat:
     if not isinstance(names, list) or not names or names[0] not in FORMATS:
         raise UnsupportedModelError(
             f"config.json: {names!r:.80} is no kind of EAGLE head that is known here: {', '.join(FORMATS)}")
+    if names[0] == "LlamaForCausalLM" and config.get("draft_vocab_size") is not None:
+        return eagle3.FORMAT  # so the authors of EAGLE call their heads of all versions
     return FORMATS[names[0]]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from quire.models.config_reader import ConfigReader
 from quire.models.families.llama import llama_like
 from quire.models.heads.format import HeadFormat
@@ -12,6 +14,8 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def read(c: ConfigReader, target: DecoderSpec) -> HeadSpec:
+    for field in ("norm_before_fc", "fc_norm"):  # of later heads, which norm the states before they are projected
+        c.allow(field, False)
     bias = c.flag("attention_bias", False)
     model = llama_like(c, qkv_bias=bias, out_bias=bias, mlp_bias=c.flag("mlp_bias", False))
     if model.num_layers != 1:
@@ -25,17 +29,28 @@ def read(c: ConfigReader, target: DecoderSpec) -> HeadSpec:
 
 
 def _states(c: ConfigReader, target: DecoderSpec) -> tuple[str, ...]:
-    """A layer's number stands for what that layer takes in: what the one before it puts out."""
+    """Which layers' outputs, by the field's numbers; by default those that the authors of EAGLE-3 take."""
     said = c.get("eagle_config")
-    said = said if isinstance(said, dict) else {}
+    said = {} if said is None else said
+    if not isinstance(said, Mapping):
+        c.fail("eagle_config", f"must be a mapping, not {said!r:.80}")
     if said.get("use_aux_hidden_state", True) is not True:
         c.refuse("eagle_config use_aux_hidden_state", said["use_aux_hidden_state"])
-    layers = said.get(_LAYERS, c.get(_LAYERS))
-    layers = [2, target.num_layers // 2, target.num_layers - 3] if layers is None else layers
+    count, layers = target.num_layers, said.get(_LAYERS)
+    layers = c.get(_LAYERS) if layers is None else layers
+    layers = [2, count // 2, count - 3] if layers is None else layers
     if not isinstance(layers, list) or not layers or any(
-            type(layer) is not int or not 0 <= layer <= target.num_layers for layer in layers):
-        c.fail(_LAYERS, f"must be numbers from 0 to the target's {target.num_layers} layers, not {layers!r:.80}")
-    return tuple("embed" if layer == 0 else f"layers.{layer - 1}" for layer in layers)
+            type(layer) is not int or not 0 <= layer <= count for layer in layers):
+        c.fail(_LAYERS, f"must be numbers from 0 to the target's {count} layers, not {layers!r:.80}")
+    before = layers if not _by_output(layers, count) else [layer + 1 for layer in layers]
+    return tuple("embed" if layer == 0 else f"layers.{layer - 1}" for layer in before)
+
+
+def _by_output(layers: Sequence[int], count: int) -> bool:
+    """Heads number layers in two ways, and do not say which: number i is what layer i takes in (vLLM, speculators), or
+    what it puts out (SpecForge, NVIDIA). All begin behind the second layer: the former write 2 for it, the latter 1.
+    What the last layer puts out has a number by the first way only."""
+    return layers[0] == 1 and count not in layers
 
 
 FORMAT = HeadFormat(

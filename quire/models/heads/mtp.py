@@ -37,6 +37,7 @@ _AROUND = {
     "embed_tokens.weight": "embed.weight",
 }
 """What lies around the layer, by its name in the checkpoint."""
+_STORED = {ours: stored for stored, ours in _AROUND.items()}
 
 
 def read_mtp(target: DecoderSpec) -> HeadSpec:
@@ -81,12 +82,12 @@ def build_mtp(source: ModelSource, target: HeadTarget, max_model_len: int, moved
         if shape is None:
             raise ModelLoadError(f"{name!r} is not a part of a layer of {spec.architecture} that predicts more tokens")
         if tuple(tensor.shape) != shape:
-            raise ModelLoadError(f"{name!r} of the layer that predicts more tokens has shape {tuple(tensor.shape)}, "
-                                 f"but the config asks for {shape}")
+            raise ModelLoadError(f"{_STORED.get(name, name)!r} of the layer that predicts more tokens has shape "
+                                 f"{tuple(tensor.shape)}, but the config asks for {shape}")
         shared = {"embed.weight": target.embed, "head.weight": target.head}.get(name)
         if shared is None or not same_rows(tensor, target, shared):
             found[name] = tensor
-    missing = [name for name in wanted if name not in found]
+    missing = [_STORED.get(name, name) for name in wanted if name not in found]
     if missing:
         raise ModelLoadError(f"the checkpoint lacks {', '.join(missing[:4])} of the layer that predicts more tokens")
     head = DraftHead(spec, target, max_model_len, [name for name in optional if name in found])

@@ -32,6 +32,20 @@ def test_a_line_for_each_case_with_speedup_acceptance_and_equal_tokens(capsys: p
     assert all(line["drafts_per_step"] > 0 for line in lines if line["method"] == "skip_layers_always")
 
 
+@pytest.mark.parametrize("given, said", [
+    (["--batch", "1", "0"], "--batch must be at least 1"),
+    (["--repeat", "0"], "--repeat must be at least 1"),
+    (["--max-tokens", "0"], "--max-tokens must be at least 1"),
+    (["--drafts", "-1"], "--drafts must be at least 1"),
+    (["--acceptance", "0.5", "2"], "--acceptance must be between 0 and 1"),
+])
+def test_numbers_that_cannot_be_measured_are_refused(capsys: pytest.CaptureFixture[str], given: list[str],
+                                                     said: str) -> None:
+    assert main(["bench", "speculative", "--shapes", "tiny", *given]) != 0
+    found = capsys.readouterr()
+    assert said in found.err and not found.out
+
+
 def test_a_draft_model_is_the_target_without_some_of_its_layers(tmp_path: Path) -> None:
     config = {**TINY, "num_hidden_layers": 6}
     weights = dict(dummy_weights(config))

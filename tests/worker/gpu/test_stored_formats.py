@@ -43,7 +43,7 @@ _STORED: dict[str, tuple[Callable[[Path], Any], bool]] = {
 def test_a_gpu_keeps_what_a_file_stores_quantized_unless_a_type_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.assembly.device._missing_for_gpu", lambda: None)
+    monkeypatch.setattr("quire.engine.assembly.device.missing_for_gpu", lambda: None)
     write, quantized = _STORED[name]
     write(tmp_path)
     source, options = resolve_model(str(tmp_path)), {"model": str(tmp_path), "device": "cuda"}
@@ -68,7 +68,7 @@ def test_a_gpu_keeps_what_a_file_stores_quantized_unless_a_type_is_named(
 def test_a_draft_model_keeps_its_own_bits_whatever_the_target_has(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.assembly.device._missing_for_gpu", lambda: None)
+    monkeypatch.setattr("quire.engine.assembly.device.missing_for_gpu", lambda: None)
     for name in (target, "gptq"):
         (tmp_path / name).mkdir()
         _STORED[name][0](tmp_path / name)

@@ -68,7 +68,7 @@ def test_a_gpu_before_hopper_is_spared_what_only_hopper_has() -> None:
 def test_tensor_ranks_take_every_format_in_deterministic_mode(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.engine.assembly.device._missing_for_gpu", lambda: None)
+    monkeypatch.setattr("quire.engine.assembly.device.missing_for_gpu", lambda: None)
     for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
         config = EngineConfig.create(model="m", device="auto", deterministic=True, **asked, **sizes)
         assert resolve(config).model.device == "cuda"
