@@ -87,7 +87,7 @@ def test_every_node_has_the_bits_of_plain_decoding(variant_ops, randn, shape, si
     qkv = randn(len(context.positions), shape.width, seed=3)
     found = variant_ops.attend(qkv, cache, context, 0, shape, 0.3, window, softcap)
     expected = TorchOps().attend(qkv, cache, context, 0, shape, 0.3, window, softcap)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-6)
     trail = [*paths(PARENTS), [], []]
     for i, path in enumerate(trail):
         plain = straightened(variant_ops, cache, context, path, length)
@@ -114,7 +114,7 @@ def test_two_trees_in_a_batch_do_not_disturb_each_other(randn, threads):
     first = ops.attend(qkv[:11], cache, a, 0, shape, 0.3, None, None)
     assert torch.equal(together[:11], first)
     torch.testing.assert_close(together, TorchOps().attend(qkv, cache, both, 0, shape, 0.3, None, None),
-                               rtol=1e-5, atol=2e-6)
+                               rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize("length", [5, 130])
@@ -128,7 +128,7 @@ def test_latents_and_codes_take_detours_too(ops, randn, length):
     cache = filled(ops, latent.kv, blocks, size)
     found = ops.latent_attend(q.clone(), kv.clone(), cache, context, 0, latent, rope, 0.2)
     expected = TorchOps().latent_attend(q.clone(), kv.clone(), cache, context, 0, latent, rope, 0.2)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-6)
     codes = ops.allocate_cache(shape.kv.in_codes(), blocks, size)
     qkv, fill = randn(count, shape.width, seed=4), randn(length, shape.width, seed=6)
     row = context.block_tables[0][:1]

@@ -9,8 +9,10 @@ from quire.bench.scheduling.arrivals import Arrival, Story, play
 from quire.config import EngineConfig
 from quire.errors import ConfigError
 
-STREAM = Arrival(0.0, list(range(1, 33)), 120)
-LONG = Arrival(0.05, [i % 500 + 1 for i in range(6000)], 8)
+STREAM = Arrival(0.0, list(range(1, 33)), 600)
+LONG = Arrival(0.01, [i % 500 + 1 for i in range(6000)], 8)
+"""Comes while the stream goes on, also where a token of the stream takes a tenth of a millisecond."""
+
 
 
 def played(model: str, slo_ms: float | None) -> tuple[list[Story], int]:

@@ -40,6 +40,7 @@ from tests.kernels.triton.gluon_memory import (
     scalar,
 )
 from tests.kernels.triton.gluon_partitions import Baton, Partition
+from tests.kernels.triton.interpreter import fixed_order_matmul
 
 SHARED_BYTES = 227 * 1024
 """Of a program on Hopper."""
@@ -164,7 +165,7 @@ class Program:
             slot.readers.add(mma)
             slot.unread.clear()
         me.mmas.append(mma)
-        result = InFlight(a.data.float() @ b.data.float() + (acc.held if use_acc else 0), mma)
+        result = InFlight(_product(a.data.float(), b.data.float()) + (acc.held if use_acc else 0), mma)
         return result if is_async else self.multiply_wait(0, deps=(result,))
 
     def multiply_wait(self, outstanding: int = 0, deps: tuple[Value, ...] = ()) -> Any:
@@ -201,7 +202,7 @@ class Program:
         known = floats or (a.dtype == b.dtype == torch.int8 and acc.dtype == torch.int32 and not k % 32)
         demand(known and not (m % 16 or n % 8), "no such MMA of the tensor cores known here")
         wide = a.data.float() if floats else a.data.int()
-        return Value(torch.matmul(wide, b.data.to(wide.dtype)) + acc.data)
+        return Value(_product(wide, b.data.to(wide.dtype)) + acc.data)
 
     def load(
         self, pointer: Pointer, mask: Value | None = None, other: Any = 0, cache_modifier: str = "",
@@ -247,6 +248,10 @@ class Program:
         demand(not landing, f"a program ended with copies under way: {landing}")
         unread = [slot.name for slot in self.slots if slot.unread]
         demand(not unread, f"a program ended with copies that no MMA has read: {unread}")
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.from_numpy(fixed_order_matmul(a.numpy(), b.numpy()))
 
 
 def _language(program: Program) -> Any:

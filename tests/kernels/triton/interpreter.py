@@ -1,4 +1,5 @@
-"""Triton's interpreter made ready for tests: switched on where there is no GPU, mended for NumPy 2.4 and bfloat16."""
+"""Triton's interpreter made ready for tests: switched on where there is no GPU, mended for NumPy 2.4 and bfloat16, and
+with dot products whose bits do not depend on the machine's BLAS."""
 
 from __future__ import annotations
 
@@ -78,8 +79,17 @@ def _mend_loop_bounds() -> None:
     interpreter._quire_mended = True
 
 
+def fixed_order_matmul(a, b):  # type: ignore[no-untyped-def]
+    """`a @ b` of NumPy arrays, each element summed in the same order wherever it lies in its tile, as tensor cores do. BLAS
+    does not promise that: on an AMD EPYC of 2025, OpenBLAS sums the last rows of a tile in another order."""
+    import numpy as np
+
+    return np.einsum("...ik,...kj->...ij", a, b, optimize=False)
+
+
 def _mend_dots() -> None:
-    """Triton 3.6 multiplies the bit patterns of bfloat16 matrices, which it keeps as integers of 16 bits."""
+    """Triton 3.6 multiplies the bit patterns of bfloat16 matrices, which it keeps as integers of 16 bits, and leaves
+    the order of sums to BLAS."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -87,16 +97,19 @@ def _mend_dots() -> None:
     builder = interpreter.InterpreterBuilder
     if getattr(builder, "_quire_mended", False):
         return
-    original = builder.create_dot
 
-    def widened(handle):  # type: ignore[no-untyped-def]
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
-        return interpreter.TensorHandle(wide, tl.float32)
+    def numbers(handle, dtype):  # type: ignore[no-untyped-def]
+        data = handle.data
+        if handle.dtype.scalar == tl.bfloat16:
+            data = (data.astype(np.uint32) << 16).view(np.float32)
+        elif handle.dtype.is_floating() and handle.dtype.primitive_bitwidth == 8:
+            data = interpreter._convert_float(data, handle.dtype, tl.float16, None).view(np.float16)
+        return data.astype(dtype, copy=False)
 
-    def patched(self, a, b, d, *rest):  # type: ignore[no-untyped-def]
-        return original(self, widened(a), widened(b), d, *rest)
+    def fixed(self, a, b, d, *rest):  # type: ignore[no-untyped-def]
+        dtype = d.data.dtype
+        found = fixed_order_matmul(numbers(a, dtype), numbers(b, dtype)) + d.data
+        return interpreter.TensorHandle(found, d.dtype.scalar)
 
-    builder.create_dot = patched
+    builder.create_dot = fixed
     builder._quire_mended = True

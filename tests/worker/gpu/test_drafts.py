@@ -127,8 +127,12 @@ def test_several_sequences_of_a_prompt_have_drafts_and_beams_run_beside_them(met
 @pytest.mark.parametrize("verifier", ["coupled", "rejection"])
 def test_a_grammar_holds_at_every_place_of_a_draft(method: str, verifier: str) -> None:
     vocab, asked = QWEN3["vocab_size"], {"budget": 400, **speculation(method, 3, verifier)}
-    plain = asked if verifier == "rejection" else {}
-    want = test_grammars.constrained(make_engine(QWEN3, device=False, **plain), vocab)
+    want = test_grammars.constrained(make_engine(QWEN3, device=False), vocab)
+    if verifier == "rejection":
+        # Tokens depend on the drafts then. A model drafts for sequences without a grammar alone: n-gram serves the
+        # others on a CPU, nothing does here.
+        drafted = test_grammars.constrained(make_engine(QWEN3, device=False, **asked), vocab)
+        want |= {name: one for name, one in drafted.items() if method == "ngram" or name.startswith("free")}
     core = make_engine(QWEN3, device=True, **asked)
     found = test_grammars.constrained(core, vocab)
     test_grammars.assert_kept(found)
