@@ -80,8 +80,8 @@ def _mend_loop_bounds() -> None:
 
 
 def fixed_order_matmul(a, b):  # type: ignore[no-untyped-def]
-    """`a @ b` of NumPy arrays, each element summed in the same order wherever it lies in its tile, as tensor cores do. BLAS
-    does not promise that: on an AMD EPYC of 2025, OpenBLAS sums the last rows of a tile in another order."""
+    """`a @ b` of NumPy arrays, each element summed in the same order wherever it lies in its tile, as tensor cores do.
+    BLAS does not promise that: on an AMD EPYC (Zen 5), OpenBLAS sums the last rows of a tile in another order."""
     import numpy as np
 
     return np.einsum("...ik,...kj->...ij", a, b, optimize=False)
