@@ -25,7 +25,7 @@ class Results:
             self._endings.finish(seq, FinishReason.ABORT, error=result.error)
             return
         end, tokens = entry.start + entry.num_tokens, result.tokens
-        if state.speculator is not None and entry.sample and tokens:
+        if state.tells_speculator and state.speculator is not None and entry.sample and tokens:
             accepted = len(tokens) - 1
             if accepted:
                 cut_at_stop(result, seq.request.stop_ids)

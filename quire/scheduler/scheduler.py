@@ -25,7 +25,7 @@ from quire.scheduler.giving_way import GivingWay
 from quire.scheduler.limits import Limits as Limits
 from quire.scheduler.limits import longest_allowed
 from quire.scheduler.pacing import StepPacer
-from quire.scheduler.plan import BlockCopy, BlockMove, StepPlan, StepResult, TransferReport, TransferStart
+from quire.scheduler.plan import BlockCopy, BlockMove, EntryResult, StepPlan, StepResult, TransferReport, TransferStart
 from quire.scheduler.policy import BatchingPolicy, DecodeFirst, Phase
 from quire.scheduler.preemption import Preemption, PreemptionReason
 from quire.scheduler.queue import FCFSQueue, WaitingQueue
@@ -244,8 +244,8 @@ class Scheduler:
         if self._pacer is not None and draft.load is not None:
             self._pacer.submitted(draft.load)
         if self.speculator is not None:
-            self.speculator.submitted(planned, draft.decodes_only)
-            plan.drafts_follow, plan.head_rests = self.speculator.drafts_follow, self.speculator.head_rests(planned)
+            plan.head_rests = self.speculator.submitted(planned, draft.decodes_only)
+            plan.drafts_follow = not draft.decodes_only and self.speculator.drafts_follow
         return plan
 
     def _add_transfers(self, plan: StepPlan) -> None:
@@ -301,7 +301,7 @@ class Scheduler:
             error = InvariantError(f"result of step {result.step} came when step {plan.step} was due")
             self.fail_step(self._endings.note_broken(error))
             return
-        self._retire_step(judged=[each.num_drafts for each in result.entries])
+        self._retire_step(result.entries)
         for (seq, entry, epoch), entry_result in zip(planned, result.entries, strict=True):
             # Who finished, or was preempted, after the plan was made has left this row.
             if seq.epoch == epoch:
@@ -314,7 +314,7 @@ class Scheduler:
         Its transfers report by themselves, all the same.
         """
         plan = self._in_flight[0][0]
-        for seq, _, epoch in self._retire_step(lost=True):
+        for seq, _, epoch in self._retire_step():
             if seq.epoch == epoch:
                 self._endings.finish(seq, FinishReason.ABORT, error=message)
         # Who got a row in it without computing anything: the worker may not know of that.
@@ -328,12 +328,13 @@ class Scheduler:
         self.arrived([TransferReport(start.number, 0, True, "the transfer was never started")
                       for start in plan.transfers])
 
-    def _retire_step(self, lost: bool = False, judged: list[int] | None = None) -> list[Planned]:
+    def _retire_step(self, results: list[EntryResult] | None = None) -> list[Planned]:
+        """The oldest step is back with these results; None: it was lost."""
         plan, planned = self._in_flight.popleft()
         if self._pacer is not None:
             self._pacer.done()
         if self.speculator is not None:
-            self.speculator.done(lost, judged)
+            self._state.tells_speculator = self.speculator.done(results)
         try:
             self.cache.steps_done(plan.step)
         except InvariantError as error:

@@ -32,6 +32,8 @@ class SchedulerState:
     chunks: ChunkSizes
     pacer: StepPacer | None = None
     speculator: Speculator | None = None
+    tells_speculator: bool = False
+    """It is told what the step whose results come in gave."""
     asking: list[tuple[Request, Reservation]] = field(default_factory=list)
     """Requests whose prompt another engine is to compute, with the blocks reserved for the KV it sends."""
     on_start: Callable[[Request], None] | None = None

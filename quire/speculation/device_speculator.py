@@ -15,6 +15,7 @@ from quire.speculation.acceptance import PositionOdds
 from quire.speculation.choice import DraftChoice, Drafts
 from quire.speculation.costs import StepCosts
 from quire.speculation.ngram import NgramSource
+from quire.speculation.pause import LONGEST, Pause
 from quire.speculation.speculator import Load, LookupSpeculator, Speculator, offered_by_depth
 from quire.speculation.tree import TreeShape
 
@@ -76,7 +77,7 @@ class DeviceSpeculator(Speculator):
         """`own_kv`: the model must have seen a sequence's whole text before it can guess (`skip_layers` need not).
         `cuts`: it ends a chain where it is unsure, so there may be fewer drafts than were asked for. `gpu`: it has
         chains alone for sequences whose draws depend on their text. `ahead`: see `drafts_ahead`. `rests`: it
-        reads hidden states that the target need not keep for it (`head_rests`)."""
+        reads hidden states that the target need not keep for it (`_head_rests`)."""
         super().__init__(most, adaptive, clock)
         self.tree = tree
         self.drafts_ahead = ahead
@@ -133,6 +134,10 @@ class DeviceSpeculator(Speculator):
         """Who gets no drafts any more: the model was not fed with all of its text."""
         self._resting: list[Sequence] = []
         """Those of the last step in which the head rested: all of them holed."""
+        self._pause: Pause | None = None
+        """The one that goes on."""
+        self._may_pause: list[Sequence] = []
+        """Decoding sequences of the step that is planned, if it may begin a pause."""
         self._lookups = None if gpu else LookupSpeculator(NgramSource(1), most, adaptive, clock)
         """For sequences under a grammar. Its masks after drafts must know them, and those of a model are known in the
         worker only; these are known here."""
@@ -144,11 +149,11 @@ class DeviceSpeculator(Speculator):
         return (self.drafts_ahead and self._chosen > 0
                 and (not self.adaptive or not self._goes_without(self._since_plain + 1)))
 
-    def head_rests(self, planned: list[Planned]) -> bool:
-        """A head cannot catch up with what was not kept for it, so this gives drafts up for the sequences of the step.
-        Those that come later can have some: while it is time for a try, they are fed until it was made."""
-        load = self._in_flight[-1][0]
-        if not self._may_rest or not self._hopeless or self._chosen or load is None or load.drafts:
+    def _head_rests(self, planned: list[Planned]) -> bool:
+        """Of a step without drafts. A head cannot catch up with what was not kept for it, so this gives drafts up for
+        the sequences of the step. Those that come later can have some: while it is time for a try, they are fed until it
+        was made."""
+        if not self._may_rest or not self._hopeless or self._chosen:
             return False
         sequences = [seq for seq, _, _ in planned]
         if sequences == self._resting:
@@ -161,8 +166,15 @@ class DeviceSpeculator(Speculator):
         return True
 
     def choose(self, decoding: list[Sequence], room: int) -> DraftChoice:
+        pause = self._pause
+        if pause is not None:
+            if pause.left and decoding == pause.sequences:
+                return _NOTHING
+            self._end_pause(pause)
+        self._may_pause = []
         if self._rests(decoding):
             if self._lookups is None:
+                self._may_pause = decoding
                 return _NOTHING
             return DraftChoice(self._looked_up([seq for seq in decoding if not seq.num_pending], len(decoding), room))
         self._looked_at = len(decoding)
@@ -425,18 +437,60 @@ class DeviceSpeculator(Speculator):
     def _own_drafts(self, entry: PlanEntry) -> int:
         return entry.device_drafts
 
-    def submitted(self, planned: list[Planned], single: bool = False) -> None:
+    def submitted(self, planned: list[Planned], single: bool = False) -> bool:
+        pause = self._pause
+        if pause is not None:
+            if single and pause.holds(planned):
+                pause.left -= 1
+                self._in_flight.append((pause, 0.0, 0))
+                return pause.head_rests
+            self._end_pause(pause)
         super().submitted(planned, single)
         if self._lookups is not None:
             self._lookups.read([one for one in planned if one[0].request.start_grammar is not None])
         if single:
-            return
+            rests = self._head_rests(planned)
+            if self._may_pause:
+                self._begin_pause(rests)
+            return rests
         load = self._in_flight[-1][0]
-        if load is not None and load.drafts:
+        if isinstance(load, Load) and load.drafts:
             load.behind = self._behind
             load.passes = max(entry.draft_depth or entry.device_drafts for _, entry, _ in planned)
             if self._cuts and not any(entry.draft_depth for _, entry, _ in planned):
                 load.asked = tuple(entry.device_drafts for _, entry, _ in planned)
+        return False
+
+    # ---- pauses
+
+    def _begin_pause(self, rests: bool) -> None:
+        """After this step, up to the next try."""
+        sequences, self._may_pause = self._may_pause, []
+        until_try = (self._next_probe - self._plain_seconds) / max(self.times.estimate(len(sequences)), 1e-9)
+        steps = int(min(until_try, LONGEST))
+        if steps > 1:
+            self._pause = Pause(sequences, steps, rests)
+
+    def _end_pause(self, pause: Pause) -> None:
+        """Make up for what was not done in it. Of its steps that are still under way each is told of by itself."""
+        self._pause = None
+        count = len(pause.sequences)
+        self.stats.decode_steps += pause.done * count
+        self.stats.decode_tokens += pause.done * count
+        for seq in pause.sequences:
+            seq.request.counts.decode_steps += pause.done
+        if pause.done:
+            self.times.observe(count, pause.seconds / pause.done)
+            self._plain_seconds += pause.seconds
+            self._since_plain, self._remind = 0, self._remind_next
+
+    def _paused_step_done(self, pause: Pause, lost: bool) -> bool:
+        before, self._last_done = self._last_done, self._clock()
+        if lost or pause is not self._pause:
+            return True
+        pause.done += 1
+        pause.seconds += self._last_done - before
+        return False
 
     def _correct(self, load: Load, judged: list[int]) -> None:
         offered = [(asked, there) for asked, there in zip(load.asked, judged, strict=True) if asked]
@@ -521,6 +575,8 @@ class DeviceSpeculator(Speculator):
             (self._tree_odds if result.parents else self._follow(seq)).add(hits)
 
     def forget(self, seq: Sequence) -> None:
+        if self._pause is not None:
+            self._end_pause(self._pause)
         if self._lookups is not None:
             self._lookups.forget(seq)
         self._followed.pop(seq, None)

@@ -19,6 +19,7 @@ from quire.speculation.acceptance import EvidenceOdds
 from quire.speculation.choice import DraftChoice, Drafts
 from quire.speculation.costs import StepCosts
 from quire.speculation.growing import Grown, grow, in_order
+from quire.speculation.pause import Pause
 from quire.speculation.proposer import Proposal, Proposer, ProposerSource
 from quire.speculation.stats import SpeculationStats
 from quire.speculation.tree import TreeShape, depths
@@ -70,7 +71,7 @@ class Speculator(ABC):
         self.times = StepCosts()
         self.stats = SpeculationStats()
         self._clock = clock
-        self._in_flight: deque[tuple[Load | None, float, int]] = deque()
+        self._in_flight: deque[tuple[Load | Pause | None, float, int]] = deque()
         """Each step under way (None: not of decoding alone), when it began, and its drafts."""
         self._last_done = float("-inf")
         self.overlaps = False
@@ -85,10 +86,6 @@ class Speculator(ABC):
     @property
     def drafts_follow(self) -> bool:
         """The sequences that have just been given drafts will most likely get as many in the next step."""
-        return False
-
-    def head_rests(self, planned: list[Planned]) -> bool:
-        """Nobody will ask for drafts after the tokens of this step, which was just submitted."""
         return False
 
     # ---- before a step
@@ -132,12 +129,13 @@ class Speculator(ABC):
 
     # ---- when it runs
 
-    def submitted(self, planned: list[Planned], single: bool = False) -> None:
-        """`single`: each computes one token and draws the next, without drafts."""
+    def submitted(self, planned: list[Planned], single: bool = False) -> bool:
+        """`single`: each computes one token and draws the next, without drafts. True if nobody will ask for drafts
+        after the tokens of this step: the target need not keep what a head would read."""
         tokens = drafts = drafting = 0
         if single and planned:
             self._begun(Load(len(planned), 0, 0), 0)
-            return
+            return False
         decoding = True
         for seq, entry, _ in planned:
             mine = self._own_drafts(entry)
@@ -146,6 +144,7 @@ class Speculator(ABC):
             drafting += mine > 0
             decoding = decoding and entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + entry.num_drafts
         self._begun(Load(tokens, drafts, drafting) if decoding and planned else None, drafts)
+        return False
 
     def _begun(self, load: Load | None, drafts: int) -> None:
         self.overlaps = self.overlaps or bool(self._in_flight)
@@ -155,11 +154,13 @@ class Speculator(ABC):
         """Drafts whose proposal and cost are this speculator's own affair."""
         return entry.num_drafts
 
-    def done(self, lost: bool = False, judged: list[int] | None = None) -> None:
-        """The oldest step is back, or lost. `judged`: how many drafts of each entry there were, once that is known."""
+    def done(self, results: list[EntryResult] | None = None) -> bool:
+        """The oldest step is back, or lost (None). False if `took` is not to be told of its tokens."""
         load, began, _ = self._in_flight.popleft()
-        if load is not None and load.asked and judged is not None:
-            self._correct(load, judged)
+        if isinstance(load, Pause):
+            return self._paused_step_done(load, results is None)
+        if load is not None and load.asked and results is not None:
+            self._correct(load, [each.num_drafts for each in results])
         now = self._clock()
         seconds, gap = now - max(began, self._last_done), 0.0
         if began > self._last_done > 0.0:
@@ -167,9 +168,14 @@ class Speculator(ABC):
             # than half of the step is somebody else's time.
             gap = min(began - self._last_done, seconds / 2)
         self._last_done = now
-        if load is not None and seconds > 0.0 and not lost:
+        if load is not None and seconds > 0.0 and results is not None:
             # Where steps overlap, drafts alone make others wait: without them there would have been no gap.
             self._observe(load, seconds, gap if load.drafts or not self.overlaps else 0.0)
+        return True
+
+    def _paused_step_done(self, pause: Pause, lost: bool) -> bool:
+        """Of those speculators that pause."""
+        raise NotImplementedError
 
     def _observe(self, load: Load, seconds: float, gap: float) -> None:
         """What a step took, and the host before it."""
@@ -247,9 +253,10 @@ class LookupSpeculator(Speculator):
             self._reading[seq] = proposer
         return found
 
-    def submitted(self, planned: list[Planned], single: bool = False) -> None:
+    def submitted(self, planned: list[Planned], single: bool = False) -> bool:
         super().submitted(planned, single)
         self.read(planned)
+        return False
 
     def read(self, planned: list[Planned]) -> None:
         """Read on: a little of long prompts in every step, from the step that begins to compute them."""

@@ -9,7 +9,7 @@ import pytest
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import StepPlan, StepResult
-from quire.scheduler.request import Request
+from quire.scheduler.request import Request, Sequence
 from quire.speculation.device_speculator import DeviceSpeculator
 from tests.speculation import test_device_streams as streams
 from tests.speculation.test_speculator import free
@@ -92,6 +92,47 @@ def test_nothing_is_kept_for_a_head_that_is_far_from_paying(small: None) -> None
     assert gpu.rested > 0.95 * gpu.steps
     assert plain > 0.985 * seconds
     assert sum(gpu.drafting[200:]) >= 2, "tries go on, with answers that have just begun"
+
+
+def test_steps_of_a_pause_count_as_all_others(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ends or is aborted in the middle of one, too."""
+    paused: list[int] = []
+    begin = DeviceSpeculator._begin_pause
+
+    def watched(self: DeviceSpeculator, rests: bool) -> None:
+        begin(self, rests)
+        paused.append(0 if self._pause is None else self._pause.left)
+
+    monkeypatch.setattr(DeviceSpeculator, "_begin_pause", watched)
+    speculator = head()
+    gpu, _ = answers(10, speculator, chances=(0.6,) * 4, streams=3)
+    assert sum(paused) > 0.9 * gpu.steps
+    assert speculator._pause is None and speculator.stats.decode_tokens == 10 * 3 * (TOKENS - 1)
+
+
+def made(seq: Sequence) -> int:
+    """Tokens by decode steps."""
+    return seq.request.counts.decode_steps + seq.request.counts.accepted_tokens
+
+
+def test_an_abort_ends_a_pause_whose_steps_were_counted(small: None) -> None:
+    speculator = head()
+    gpu = Answers(speculator=speculator, streams=2, tokens=TOKENS, chances=(0.1,) * 4)
+    one, other = [request.sequences[0] for request in gpu.scheduler.waiting]
+    under_way: deque[StepPlan] = deque()
+    for _ in range(60):
+        while len(under_way) < 2 and (planned := gpu.scheduler.schedule()) is not None:
+            under_way.append(planned)
+        gpu._carry_out(under_way.popleft())
+    assert speculator._pause is not None
+    gpu.scheduler.abort(one.request.request_id)
+    assert speculator._pause is None
+    assert made(one) == one.num_output_tokens - 1 > 40
+    while gpu.scheduler.has_work:
+        while len(under_way) < 2 and (planned := gpu.scheduler.schedule()) is not None:
+            under_way.append(planned)
+        gpu._carry_out(under_way.popleft())
+    assert made(other) == TOKENS - 1
 
 
 def test_without_the_option_it_is_always_fed(small: None) -> None:

@@ -1,4 +1,5 @@
-"""`quire bench scheduler --host`: what the host pays for a token of `LLM.generate`, plain and with log-probabilities.
+"""`quire bench scheduler --host`: what the host pays for a token of `LLM.generate`: plain, with log-probabilities, and
+with a draft head that rests because drafts would not pay.
 
 The device is replaced by tensors that are there at once; all else is what a GPU's steps go through: planning, results
 off the device, their way through the scheduler, the outputs.
@@ -27,10 +28,14 @@ from quire.sampling.logprobs import PackedLogprobs
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.scheduler.scheduler import Limits, Scheduler
+from quire.speculation.device_speculator import DeviceSpeculator
 from quire.worker.gpu.results import PendingStep, ResultCopier
 
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
-    "plain": {}, "logprobs=0": {"logprobs": 0}, "logprobs=5": {"logprobs": 5}, "logprobs=20": {"logprobs": 20}}
+    "plain": {}, "logprobs=0": {"logprobs": 0}, "logprobs=5": {"logprobs": 5}, "logprobs=20": {"logprobs": 20},
+    "resting head": {}}
+_STEP_SECONDS: Final = {1: 0.42e-3, 8: 0.51e-3, 64: 0.65e-3, 256: 1.1e-3}
+"""Of a model so small that drafts are far from paying: SmolLM2-135M's on an H200, by sequences."""
 _PROMPT_TOKENS = 128
 _BLOCK_SIZE = 16
 _VOCAB = 151936
@@ -69,7 +74,9 @@ def measure(num_sequences: int, num_tokens: int, repeat: int = 5) -> dict[str, l
     """Microseconds of processor time, of all threads, for a token of each setting. Settings take turns, so that a
     machine that slows down meanwhile slows all of them."""
     prompts = [[(7919 * i + j) % 1000 for j in range(_PROMPT_TOKENS)] for i in range(num_sequences)]
-    doors = {name: front_door(num_sequences, num_tokens, wanted.get("logprobs")) for name, wanted in SETTINGS.items()}
+    doors = {name: front_door(num_sequences, num_tokens, wanted.get("logprobs"),
+                              resting_head() if name == "resting head" else None)
+             for name, wanted in SETTINGS.items()}
     found: dict[str, list[float]] = {name: [] for name in SETTINGS}
     try:
         for round_ in range(repeat + 1):
@@ -86,11 +93,22 @@ def measure(num_sequences: int, num_tokens: int, repeat: int = 5) -> dict[str, l
     return found
 
 
-def front_door(num_sequences: int, num_tokens: int, logprobs: int | None) -> LLM:
+def resting_head() -> DeviceSpeculator:
+    """Of a GPU whose worker would make drafts, were they believed to pay."""
+    speculator = DeviceSpeculator(4, own_kv=True, gpu=True, ahead=True, rests=True)
+    speculator.most_in_step = 256
+    for size, seconds in _STEP_SECONDS.items():
+        speculator.times.observe(size, seconds)
+    speculator.drafting.observe(1, 10 * _STEP_SECONDS[1])
+    return speculator
+
+
+def front_door(num_sequences: int, num_tokens: int, logprobs: int | None,
+               speculator: DeviceSpeculator | None = None) -> LLM:
     longest = _PROMPT_TOKENS + num_tokens
     cache = KVCacheManager(num_sequences * (longest // _BLOCK_SIZE + 2), _BLOCK_SIZE)
     limits = Limits(num_sequences, num_sequences * _PROMPT_TOKENS, longest + 1)
-    core = EngineCore(Scheduler(limits, cache), ReadyResults(num_sequences, logprobs), 2)
+    core = EngineCore(Scheduler(limits, cache, speculator=speculator), ReadyResults(num_sequences, logprobs), 2)
     source: Any = SimpleNamespace(eos_token_ids=())
     spec: Any = SimpleNamespace(vocab_size=_VOCAB)
     pool: Any = SimpleNamespace(max_model_len=longest + 1)

@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200, metavar="N",
                         help="steps measured of each (default: 200)")
     parser.add_argument("--host", action="store_true",
-                        help="what the host pays for a token of LLM.generate, plain and with log-probabilities")
+                        help="what the host pays for a token of LLM.generate: plain, with log-probabilities, with a "
+                             "draft head that rests")
     parser.add_argument("--prompts", action="store_true",
                         help="what the host adds to 16 prompts of 4,096 tokens through LLM.generate, by part")
     parser.add_argument("--growth", action="store_true",

@@ -81,7 +81,7 @@ class Pause:
         self.rested = self._step = 0
         self._span, self._tells, self._speculator = range(first, last), tells, speculator
         self._choose, speculator.choose = speculator.choose, self.choose  # type: ignore[method-assign]
-        speculator.head_rests = self.head_rests  # type: ignore[method-assign]
+        self._submitted, speculator.submitted = speculator.submitted, self.submitted  # type: ignore[method-assign]
 
     def choose(self, decoding: list[Any], room: int) -> DraftChoice:
         if self._step in self._span:
@@ -90,7 +90,8 @@ class Pause:
         self.asked_after += len(found.drafts) if self._step >= self._span.stop else 0
         return found
 
-    def head_rests(self, planned: list[Any]) -> bool:
+    def submitted(self, planned: list[Any], single: bool = False) -> bool:
+        self._submitted(planned, single)
         self._step += 1
         rests = self._step - 1 in self._span and all(entry.decodes for _, entry, _ in planned)
         if rests and self._tells:
