@@ -151,8 +151,8 @@ class DeviceSpeculator(Speculator):
 
     def _head_rests(self, planned: list[Planned]) -> bool:
         """Of a step without drafts. A head cannot catch up with what was not kept for it, so this gives drafts up for
-        the sequences of the step. Those that come later can have some: while it is time for a try, they are fed until it
-        was made."""
+        the sequences of the step. Those that come later can have some: while it is time for a try, states are kept for
+        them until it was made."""
         if not self._may_rest or not self._hopeless or self._chosen:
             return False
         sequences = [seq for seq, _, _ in planned]
