@@ -1,1 +1,1 @@
-"""Speculative decoding: who proposes tokens, how many are worth computing, and which of them the target keeps."""
+"""Speculative decoding: proposers of drafts, how many drafts a step verifies, and which of them the target accepts."""

@@ -1,17 +1,17 @@
-"""How likely a draft is to be accepted, learned from what became of earlier ones."""
+"""How likely a draft is to be accepted, learned from earlier drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 _FORGET = 0.98
-"""Weight of a trial after each further one in its class: about the last 50 count."""
+"""Factor on the weight of all earlier trials of a class at each new one: about the last 50 count."""
 _BORROWED = 6.0
-"""Trials that a class's prior, or the engine's experience for a sequence, is worth."""
+"""Weight of the prior, in trials: a fixed one for the engine, the engine's estimate for a sequence."""
 
 
 class Odds:
-    """Share of successes, with forgetting and a prior."""
+    """Share of hits, with a prior and exponentially fading history."""
 
     __slots__ = ("_hits", "_tries")
 
@@ -25,7 +25,7 @@ class Odds:
 
     @property
     def tries(self) -> float:
-        """That still count."""
+        """Weight of all trials, after fading."""
         return self._tries
 
     def estimate(self, prior: float) -> float:
@@ -33,29 +33,29 @@ class Odds:
 
 
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Least evidence of each class."""
+"""Smallest evidence (tokens that matched) of each class."""
 _EVIDENCE_PRIORS = (0.15, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92)
 _ALTERNATIVE = 0.2
-"""Of what the best alternative leaves, what the second is believed to have."""
+"""Prior of the second alternative, as a share of the probability that the best one leaves."""
 _CLASS_OF = [sum(step <= evidence for step in _STEPS) - 1 for evidence in range(_STEPS[-1] + 1)]
 
 
 def evidence_class(evidence: int) -> int:
-    """Class of a match of so many tokens, at least one."""
+    """Class of a match of `evidence` tokens, at least one."""
     return _CLASS_OF[evidence] if evidence < len(_CLASS_OF) else len(_STEPS) - 1
 
 
 class EvidenceOdds:
-    """Acceptance by strength of evidence: of one sequence, leaning on the whole engine's while it is young.
+    """Acceptance of lookups by evidence, for one sequence, with the engine's estimate as the prior.
 
-    A lookup says what would have been proposed at every token, whether that was used or not, so this
-    learns without a step being spent on it.
+    Every output token is compared with what a lookup would have proposed there, so this learns without verifying
+    any drafts.
     """
 
     __slots__ = ("_all", "_own", "_rank")
 
     def __init__(self, engine: EvidenceOdds | None = None, rank: int = 0) -> None:
-        """`rank`: of the alternatives at one place these are the odds of the best (0), the second best (1), ..."""
+        """`rank`: which alternative at a place these odds are for: 0 the best, 1 the second best, ..."""
         self._own = [Odds() for _ in _STEPS]
         self._all = engine
         self._rank = rank
@@ -86,7 +86,7 @@ class EvidenceOdds:
 
 
 class PositionOdds:
-    """Acceptance by place in the draft, given that all before it were accepted: for drafts of a model."""
+    """Acceptance of a model's drafts by place in the chain, given that all drafts before were accepted."""
 
     __slots__ = ("_all", "_better_than", "_own", "_prior")
 
@@ -94,9 +94,9 @@ class PositionOdds:
 
     def __init__(self, most: int, engine: PositionOdds | None = None, better_than: PositionOdds | None = None,
                  prior: float = 0.6) -> None:
-        """`prior`: what is believed before anything was tried.
-        `better_than`: the odds of one draft at a place, where these are those of several alternatives; they are
-        believed to hit that share `_ALTERNATIVES` of what it misses, until they have been tried."""
+        """`prior`: the estimate before any trial. `better_than`: set where several alternatives are offered at a place:
+        the odds of a single draft there. The prior is then that alternatives hit a share `_ALTERNATIVES` of its
+        misses."""
         self._own = [Odds() for _ in range(most)]
         self._all = engine
         self._better_than = better_than
@@ -104,7 +104,7 @@ class PositionOdds:
 
     @property
     def tries(self) -> float:
-        """Of drafts at the first place."""
+        """Weight of the trials at the first place, after fading."""
         return self._own[0].tries
 
     def add(self, hits: Iterable[bool]) -> None:
@@ -123,7 +123,7 @@ class PositionOdds:
         return self._own[place].estimate(prior)
 
     def chain(self, count: int) -> list[float]:
-        """Chances that the first 1, 2, … `count` all hit."""
+        """Probabilities that the first 1, 2, … `count` drafts are all accepted."""
         chances, all_of_them = [], 1.0
         for place in range(count):
             all_of_them *= self._estimate(place)

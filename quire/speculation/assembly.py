@@ -11,7 +11,7 @@ from quire.speculation.suffix import SuffixSource
 
 
 def build_speculator(options: SpeculationOptions | None, draft_rows: int = 0) -> Speculator | None:
-    """`draft_rows`: most drafts in one step of a GPU (0: a CPU, where the step's budget is the limit)."""
+    """`draft_rows`: most drafts in one step on a GPU; 0: on a CPU, where only the token budget limits them."""
     if options is not None and options.min_draft_probability is not None and draft_rows:
         raise ConfigError("speculative_config min_draft_probability is for device='cpu': on a GPU nobody waits to see "
                           "how likely a draft is", field="speculative_config")

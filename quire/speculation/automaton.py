@@ -1,11 +1,10 @@
-"""A suffix automaton that grows by a token at a time: where did the last tokens stand before, and what followed?
+"""An online suffix automaton: finds the longest earlier occurrence of the last tokens, and what followed it.
 
-Every state stands for the strings that end at the same places. The state of the longest suffix that occurred
-earlier is the suffix link of the newest state, so the longest match costs nothing to find, and adding a token
-costs O(1) amortised however long the text is.
+A state stands for all strings that end at the same places. The suffix link of the newest state is the longest suffix
+that occurred before, so the longest match needs no search, and adding a token costs O(1) amortised.
 
-Most states have one transition, so it stands in two arrays; only states with more have a dict. A text of 100,000
-tokens takes about a sixth of the memory that a dict for every state would.
+Most states have one transition, kept in two arrays; only states with more have a dict. A text of 100,000 tokens takes
+about a sixth of the memory that a dict for every state would.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from itertools import islice
 _NONE = -(2**31)
 """No token."""
 _COPIED_PER_TOKEN = 64
-"""Transitions whose copying costs about as much as adding a token."""
+"""Copying so many transitions costs about as much as adding a token."""
 _LOOKED_AT = 16
-"""Transitions of a state that are looked at for the latest ones."""
+"""Further transitions of a state that are searched for the latest ones."""
 
 
 class SuffixAutomaton:
@@ -36,17 +35,17 @@ class SuffixAutomaton:
         self._link = array("i", [-1])
         self._length = array("i", [0])
         self._latest = array("i", [0])
-        """For every state, the place in the text after its latest occurrence that was recorded."""
+        """For every state, the place in the text right after its latest recorded occurrence."""
         self._last = 0
         self._copied = 0
-        """Transitions that were copied, over its life."""
+        """Transitions copied so far."""
 
     @property
     def num_states(self) -> int:
         return len(self._length)
 
     def _target(self, state: int, token: int) -> int:
-        """Where a token leads from a state; -1: nowhere."""
+        """The state that a token leads to; -1: none."""
         if self._token[state] == token:
             return self._state[state]
         more = self._more.get(state)
@@ -63,8 +62,8 @@ class SuffixAutomaton:
             self.add(token)
 
     def take(self, tokens: Sequence[int], start: int, most: int) -> tuple[int, int]:
-        """Add tokens from `start` on until that has cost as much as `most` ordinary tokens; how many it added, and what
-        they cost. (Where a common token gets a state of its own, all that ever followed it is copied.)"""
+        """Add tokens from `start` on until the cost reaches `most` ordinary tokens; returns (tokens added, cost). A
+        split of a state copies its transitions, which is expensive for a common token."""
         end, before = start, self._copied
         cost = 0
         while end < len(tokens) and cost < most:
@@ -74,7 +73,7 @@ class SuffixAutomaton:
         return end - start, cost
 
     def add(self, token: int) -> None:
-        # The suffix that was matched until now has occurred again: the next match of it continues from here.
+        # The suffix matched so far has just occurred again: its latest occurrence is here.
         if self._last:
             self._latest[self._link[self._last]] = len(self.text)
         self.text.append(token)
@@ -99,7 +98,7 @@ class SuffixAutomaton:
         return new
 
     def _split(self, state: int, token: int, target: int) -> int:
-        """The shorter strings of `target` now end in more places than its longer ones: a state of their own."""
+        """Move the shorter strings of `target`, which now end in more places than the longer ones, to a new state."""
         link = self._link
         clone = self._new_state(self._length[state] + 1, self._latest[target])
         self._token[clone], self._state[clone] = self._token[target], self._state[target]
@@ -120,10 +119,10 @@ class SuffixAutomaton:
         self._latest.append(latest)
         return len(self._length) - 1
 
-    # ---- its own end
+    # ---- matches of the text's own end
 
     def own_match(self) -> tuple[int, int]:
-        """Length of the longest suffix of the text that also occurs earlier, and the place after it there."""
+        """(length of the longest suffix that also occurs earlier, the place right after that occurrence)."""
         if not self._last:
             return 0, 0
         state = self._link[self._last]
@@ -131,15 +130,15 @@ class SuffixAutomaton:
 
     @property
     def own_state(self) -> tuple[int, int]:
-        """State and length of the longest suffix of the text that also occurs earlier."""
+        """(state, length) of the longest suffix of the text that also occurs earlier."""
         state = self._link[self._last] if self._last else 0
         return state, self._length[state]
 
     # ---- what follows a state
 
     def followers(self, state: int, length: int, least: int, most: int) -> list[tuple[int, int]]:
-        """Up to `most` different tokens that followed a state's strings, the latest first, and after those what
-        followed their suffixes of `least` tokens and more; each with the length of the string that it followed."""
+        """Up to `most` different tokens that followed a state's strings, latest first, then those that followed their
+        suffixes of at least `least` tokens; each with the length of the string that it followed."""
         found: dict[int, int] = {}
         while state > 0 and length >= least:
             for token in self._recent(state):
@@ -150,7 +149,7 @@ class SuffixAutomaton:
         return list(found.items())
 
     def _recent(self, state: int) -> list[int]:
-        """Tokens that followed a state's strings, the latest first, as far as is known; of many only some."""
+        """Tokens that followed a state's strings, latest known first; of many only some."""
         if self._token[state] == _NONE:
             return []
         more = self._more.get(state)
@@ -161,10 +160,10 @@ class SuffixAutomaton:
         latest = self.text[place] if place < len(self.text) else _NONE
         return sorted(tokens, key=lambda token: (token != latest, -self._latest[self._target(state, token)]))
 
-    # ---- another text
+    # ---- matches of another text
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Follow another text by one token: the state of its longest suffix that occurs here, and its length."""
+        """Advance a match of another text by a token: (state, length) of its longest suffix that occurs here."""
         if token < 0:
             return 0, 0
         found = self._target(state, token)
@@ -175,7 +174,7 @@ class SuffixAutomaton:
         return (0, 0) if found < 0 else (found, length + 1)
 
     def place(self, state: int) -> int:
-        """The place in the text after the latest known occurrence of a state's strings."""
+        """The place right after the latest known occurrence of a state's strings."""
         return self._latest[state]
 
     # ---- what follows a place
@@ -183,7 +182,7 @@ class SuffixAutomaton:
     def continuation(self, place: int, count: int, repeat: bool) -> tuple[int, ...]:
         """Up to `count` tokens from `place` on, up to a separator.
 
-        `repeat`: past the end of the text goes on what was copied, as in a text of period len(text) - place.
+        `repeat`: continue past the end of the text as if it were periodic, with period len(text) - place.
         """
         text = self.text
         found = text[place : place + count].tolist()

@@ -1,4 +1,4 @@
-"""What steps of n tokens take here, as measured: the other half of whether a draft pays."""
+"""Measured time of a step of n tokens, which with acceptance decides whether a draft pays."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ from bisect import bisect_left, insort
 
 _FOLLOW_MACHINE = 0.2
 _FOLLOW_SHAPE = 0.08
-"""How far a measurement moves the common factor of all sizes, and how far that of its own size."""
+"""Exponents by which one measurement moves the factor common to all sizes, and the entry of its own size."""
 _YOUNG = 4
-"""Measurements of a size up to which a shorter one says what it costs, not that the machine is less busy: those before
-may have warmed something up."""
+"""Among the first so many measurements of a size a shorter one replaces its entry, since earlier ones may have included
+warm-up; later ones move the factors."""
 _OUTLIER = 2.0
-"""Times the belief beyond which a measurement moves it no further: the machine was busy with something else."""
+"""Clamp on measured / expected time: beyond it the machine was busy with something else."""
 
 
 class StepCosts:
-    """Seconds by number of tokens: a table, since the first few rows are not linear in it, times a common factor.
+    """Seconds by number of tokens: a table (the first few rows are not linear) times a common factor.
 
-    The factor follows what concerns every step alike (a busy machine, longer contexts) and does so fast;
-    what one size costs against another changes slowly. Between measured sizes it interpolates; a larger
-    step is never believed to be cheaper than a smaller one.
+    The factor follows fast what affects every step alike (a busy machine, longer contexts); the entries change slowly.
+    Between measured sizes it interpolates, and a larger step is never estimated cheaper than a smaller one.
     """
 
     def __init__(self, grows_like: StepCosts | None = None) -> None:
-        """`grows_like`: beyond the largest measured size these costs are believed to grow as those do."""
+        """`grows_like`: beyond the largest measured size, estimates grow in proportion to these."""
         self._sizes: list[int] = []
         self._shape: dict[int, float] = {}
         self._tries: dict[int, int] = {}
@@ -36,7 +35,7 @@ class StepCosts:
 
     @property
     def factor(self) -> float:
-        """How much longer everything takes than when it was measured first."""
+        """Current time of a step relative to the first measurements."""
         return self._factor
 
     def observe(self, size: int, seconds: float) -> None:
@@ -56,11 +55,11 @@ class StepCosts:
         self._shape[size] *= ratio**_FOLLOW_SHAPE
 
     def follow(self, ratio: float) -> None:
-        """A step that was not of these sizes alone took `ratio` times what was believed: so, perhaps, will others."""
+        """Move the common factor: a step that was not of these sizes alone took `ratio` times its estimate."""
         self._factor *= min(max(ratio, 1 / _OUTLIER), _OUTLIER) ** _FOLLOW_MACHINE
 
     def estimate(self, size: float) -> float:
-        """Seconds of a step of `size` tokens, on average; 0 before anything was measured."""
+        """Expected seconds of a step of `size` tokens; 0 before anything was measured."""
         sizes, shape = self._sizes, self._shape
         if not sizes:
             return 0.0
@@ -79,7 +78,7 @@ class StepCosts:
         return self._factor * (shape[low] + share * max(0.0, shape[high] - shape[low]))
 
     def _slope(self) -> float:
-        """What a token more costs beyond the largest measured size."""
+        """Cost of one more token beyond the largest measured size."""
         first, last = self._sizes[0], self._sizes[-1]
         if first == last:
             return self._shape[last] / last
@@ -87,7 +86,7 @@ class StepCosts:
 
 
 def _rounded(size: int) -> int:
-    """Large steps of nearly one size are one size."""
+    """Round large sizes up, so that similar ones share an entry."""
     if size <= 16:
         return size
     step = 8 if size <= 64 else 32

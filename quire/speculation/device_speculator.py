@@ -1,7 +1,8 @@
-"""Drafts of a model that runs in the worker: how many, for whom, and when to find out whether they pay.
+"""Drafts of a model that runs in the worker: how many, for which sequences, and when to try whether they pay.
 
-A draft model, a head, or the target without some of its layers. Here nobody sees what it would propose, so its chances
-are known by place alone, and only from drafts that were judged: while drafts do not pay, one is tried now and then.
+The model is a draft model, a head, or the target without some layers. The host does not see its proposals, so
+acceptance is known only by place, and only from verified drafts: while drafts do not pay, one sequence tries them now
+and then.
 """
 
 from __future__ import annotations
@@ -25,122 +26,121 @@ if TYPE_CHECKING:
     from quire.scheduler.request import Sequence
 
 _LEAST_MODEL_GAIN = 1.08
-"""Times the tokens per second without drafts that are expected before any are taken: what share of a step's time is the
-model's nobody sees apart from the rest."""
+"""Least expected gain in tokens per second, as a factor, before drafts are taken. It is this large because the model's
+share of a step's time is not measured apart."""
 _LEAST_CUT_GAIN = 1.04
-"""The same where the model offers only drafts that it is sure of: a wrong belief costs less."""
+"""The same where the model ends chains at unlikely drafts: a wrong estimate costs less."""
 _SOON, _REMIND, _OFTEN_ENOUGH, _SELDOM = 5, 40, 160, 320
-"""Steps with drafts of a model after which one goes without: when they have just begun, later on, where they pay
-clearly, and where they have always done so."""
+"""Steps with drafts after which one runs without: right after drafts began, at most, at least where drafts clearly pay,
+and at most there."""
 _CLEARLY = 1.25
-"""Times the tokens per second without drafts from which on nobody has to look so often."""
+"""Gain from which on drafts clearly pay, so that steps without them are measured less often."""
 _NEARLY = 0.985
-"""Of the best rate: more drafts that are believed to give as much are taken, since only tries show what they give."""
+"""Share of the best expected rate at which more drafts are preferred: only tries show what later places give."""
 _PROBE_SHARE = 0.01
-"""Share of the time that may go into finding out whether drafts of a model have begun to pay, at first."""
+"""Share of the time for tries while drafts do not pay, before failed tries lower it."""
 _NEARLY_THERE = 16
-"""Tokens that a draft model catches up with at about the cost of one."""
+"""A draft model catches up with so many tokens at about the cost of one."""
 _MANY_BEHIND = 100
-"""Tokens from which on reading them shows what one takes; at start it is measured with about as many."""
+"""Tokens from which on reading them shows the time per token; it is measured with about as many at start."""
 _HORIZON = 64
-"""Steps over which catching up with a text should pay for itself: how long one goes on nobody knows."""
+"""Steps over which catching up with a text should pay for itself; output lengths are not known."""
 _TEXT_SHARE, _KNOWN_TRIES = 0.02, 16
-"""Share of a text's time that may go into reading it before so many tries have shown whether drafts pay: a short text
-would never make up for more."""
+"""Share of a request's time that a draft model may take to read its text, until so many tries have shown whether drafts
+pay: a short text would never make up for more."""
 _FOLLOW_GAPS = 0.2
-"""How far a gap moves the belief."""
+"""Weight of a new measurement of a gap."""
 _USUAL_ANSWER, _FOLLOW_ANSWERS = 128.0, 0.25
-"""Tokens, as long as nobody knows, and how far an answer moves the belief."""
+"""Initial estimate of an output's length in tokens, and the weight of each new output."""
 _MOST_PATIENCE = 8.0
-"""Every try in vain doubles the time until the next, up to so many times the first."""
+"""Each failed try doubles the wait for the next, up to so many times the first wait."""
 _LOOK_AGAIN = 16
-"""Steps after which texts that were too long to be read for a try are looked at again, where nothing else changes."""
+"""Steps after which sequences whose texts were too long to read for a try are checked again."""
 _FIRST_STEPS = 4
-"""Where steps overlap: steps with drafts whose times may be those of something that happened only once. Drafts that end
-after fewer are tried again at once."""
+"""Where steps overlap, times of the first so many steps with drafts may include one-off costs. Drafts that are given up
+within them are tried again at once."""
 _HOPELESS, _FEW = 0.85, 8
-"""Times the tokens per second without drafts below which drafts are given up for a text as a whole, and sequences of a
-step up to which feeding a head shows."""
+"""Gain below which a head rests, and the most sequences of a step in which storing states for it costs noticeable
+time."""
 _LIKELY = 0.5
-"""Chance of a draft from which on a try has one more."""
+"""Probability of a chain from which on a try adds one more draft."""
 
 
 _NOTHING = DraftChoice()
 
 
 class DeviceSpeculator(Speculator):
-    """Drafts of a model that runs in the worker: only their number is decided here, one for all sequences."""
+    """Drafts of a model in the worker. Only their number is decided here, one for all sequences."""
 
     def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter,
                  own_kv: bool = False, tree: TreeShape | None = None, cuts: bool = False, gpu: bool = False,
                  ahead: bool = False, rests: bool = False) -> None:
-        """`own_kv`: the model must have seen a sequence's whole text before it can guess (`skip_layers` need not).
-        `cuts`: it ends a chain where it is unsure, so there may be fewer drafts than were asked for. `gpu`: it has
-        chains alone for sequences whose draws depend on their text. `ahead`: see `drafts_ahead`. `rests`: it
-        reads hidden states that the target need not keep for it (`_head_rests`)."""
+        """`own_kv`: the model must read a sequence's whole text before it can draft (not so `skip_layers`).
+        `cuts`: it ends chains at unlikely drafts, so it may offer fewer than asked for. `gpu`: trees are not for
+        sequences whose sampling depends on their text. `ahead`: see `drafts_ahead`. `rests`: it reads hidden states,
+        which the target may leave out (`_head_rests`)."""
         super().__init__(most, adaptive, clock)
         self.tree = tree
         self.drafts_ahead = ahead
         self._gpu = self.overlaps = gpu
         self.own_kv = own_kv
         self.seconds_behind = 0.0
-        """What the model takes to catch up, for each token of text that it has not seen. This and `drafting` are for a
-        machine as busy as it was at first; `StepCosts.factor` says how busy it is."""
+        """Time for the model to catch up, per token that it has not read. This and `drafting` are for a machine as busy
+        as at start; `StepCosts.factor` converts to now."""
         self._to_begin = 0.0
-        """What it takes beside that, however few they are."""
+        """Time for catching up that does not depend on the number of tokens."""
         self._seen: dict[Sequence, int] = {}
         self._behind = 0
         self.drafting = StepCosts(grows_like=self.times)
-        """Seconds that one more draft takes, by number of sequences: a model's, as the target's steps are."""
+        """Seconds of one pass of the model, by number of sequences; grows like the target's steps."""
         self._odds = PositionOdds(most)
         self._cuts = cuts
         self._all_cut = cuts
-        """In the step that is planned: chains of drawn tokens are not cut, so a step with one of them has none."""
+        """For the step being planned: all its chains may be cut. Chains of sampled tokens are not."""
         self._offered = PositionOdds(most, prior=0.8)
-        """Whether there is a draft at a place, given that there was one before it."""
+        """Probability that the model offers a draft at a place, given that it offered all before."""
         self._tree_odds = PositionOdds(most, better_than=self._odds)
         self._followed: dict[Sequence, PositionOdds] = {}
         self._plain_seconds = 0.0
-        """Spent on steps without drafts since the last one with some."""
+        """Time of steps without drafts since the last one with some."""
         self._plain_steps = 0
         self._since_plain = 0
         self._steps_with_drafts = 0
         self._remind = self._remind_next = _SOON
         self._clearly = False
         self._chosen = 0
-        """Drafts of each sequence that were believed to pay when it was last asked; a try is none of them."""
+        """Drafts of each sequence that paid by the last estimate; tries do not count."""
         self._some_pending = False
-        """Of those that may have drafts, some have a token in flight."""
+        """Some of the sequences that may have drafts have a token in flight."""
         self._judged_for: int | None = None
-        """Sequences for which that was asked; None: something was learned since."""
+        """Number of sequences of that estimate; None: it is out of date."""
         self._looked_at = 0
-        """Decoding sequences in the last step for which it was looked who may have drafts."""
+        """Number of decoding sequences when they were last checked for drafts."""
         self._looks_away = 0
-        """Steps for which nobody is looked for to try: reading any of the texts took too long."""
+        """Steps left in which no sequence is sought for a try: all texts took too long to read."""
         self.joined = True
-        """All that have drafts have them in the same steps. Else two halves take turns where steps overlap, each of
-        which reads all weights."""
+        """All sequences with drafts have them in the same steps. Else two halves would take turns where steps overlap,
+        each reading all weights."""
         self._gaps: dict[int, float] = {}
-        """Where steps overlap: seconds of the host before a step with drafts, by number of sequences that have some, in
-        powers of two."""
+        """Where steps overlap: the host's seconds before a step with drafts, by bit length of the number of sequences
+        with drafts."""
         self._patience = 1.0
         self._next_probe = 0.0
-        """Seconds without drafts after which they are tried again."""
+        """Seconds without drafts until the next try."""
         self._usual_answer = _USUAL_ANSWER
         self._may_rest = rests and adaptive
         self._hopeless = False
-        """Drafts were believed to be far from paying when it was last asked, for one sequence and for all of them."""
+        """By the last estimate drafts are far from paying, both for one sequence and for all."""
         self._holed: set[Sequence] = set()
-        """Who gets no drafts any more: the model was not fed with all of its text."""
+        """Sequences that get no more drafts: hidden states of some of their tokens were not stored."""
         self._resting: list[Sequence] = []
-        """Those of the last step in which the head rested: all of them holed."""
+        """Sequences of the last step in which the head rested, all in `_holed`."""
         self._pause: Pause | None = None
-        """The one that goes on."""
+        """The pause under way."""
         self._may_pause: list[Sequence] = []
-        """Decoding sequences of the step that is planned, if it may begin a pause."""
+        """Decoding sequences of the step being planned, if it may begin a pause."""
         self._lookups = None if gpu else LookupSpeculator(NgramSource(1), most, adaptive, clock)
-        """For sequences under a grammar. Its masks after drafts must know them, and those of a model are known in the
-        worker only; these are known here."""
+        """For sequences under a grammar, whose masks need the drafts. The host knows lookups, but not a model's."""
         if self._lookups is not None:
             self._lookups.times = self.times
 
@@ -150,9 +150,9 @@ class DeviceSpeculator(Speculator):
                 and (not self.adaptive or not self._goes_without(self._since_plain + 1)))
 
     def _head_rests(self, planned: list[Planned]) -> bool:
-        """Of a step without drafts. A head cannot catch up with what was not kept for it, so this gives drafts up for
-        the sequences of the step. Those that come later can have some: while it is time for a try, states are kept for
-        them until it was made."""
+        """Of a step without drafts: whether it stores no hidden states. They cannot be made up for, so True ends drafts
+        for the sequences of the step. Later sequences can still have drafts: while a try is due, False until it was
+        made."""
         if not self._may_rest or not self._hopeless or self._chosen:
             return False
         sequences = [seq for seq, _, _ in planned]
@@ -185,8 +185,8 @@ class DeviceSpeculator(Speculator):
         return {} if self._lookups is None or not ruled else self._lookups._choose(ruled, num_decoding, room)
 
     def _rests(self, decoding: list[Sequence]) -> bool:
-        """Where steps overlap: drafts do not pay for these, nothing was learned since, and it is not time for a try.
-        Then nothing is to be found out, and small steps are as short as the host is quick."""
+        """Where steps overlap: whether drafts do not pay for these sequences, nothing was learned since, and no try is
+        due. Then nothing is computed here: the host's time limits small steps."""
         if (not decoding or not self.adaptive or not self.overlaps or self._chosen or self._judged_for is None
                 or len(decoding) != self._looked_at or not decoding[0].num_pending):
             return False
@@ -210,11 +210,11 @@ class DeviceSpeculator(Speculator):
                 sequences, count, shape = self._paying(able, num_decoding, room)
                 self._believe(count, len(able))
             else:
-                count = 0  # asked for these and all others
+                count = 0  # decided in `_waiting`, with those in flight
             if count and self._goes_without(self._since_plain):
                 count, shape = 0, None
             elif not count and (one := self._to_try(able, num_decoding)) is not None:
-                # One of them is enough to find out.
+                # One sequence is enough for a try.
                 sequences, count, shape = [one], self._tried, None
                 self._patience, self._plain_seconds = min(max(1.0, 2 * self._patience), _MOST_PATIENCE), 0.0
         else:
@@ -222,14 +222,14 @@ class DeviceSpeculator(Speculator):
         return self._drafts_of(sequences, count, shape)
 
     def _draftable(self, sequences: list[Sequence]) -> list[Sequence]:
-        """None under a grammar, and no text that the model was not fed with."""
+        """Those without a grammar and without holes."""
         found = [seq for seq in sequences if seq.request.start_grammar is None and seq not in self._holed]
         self._all_cut = self._cuts and all(_likeliest_alone(seq) for seq in found)
         return found
 
     def _paying(self, sequences: list[Sequence], num_decoding: int, room: int
                 ) -> tuple[list[Sequence], int, TreeShape | None]:
-        """Who should have how many drafts, as far as is known."""
+        """The sequences that should have drafts, how many, and in which tree, by the current estimates."""
         if self._odds.tries < _KNOWN_TRIES:
             sequences = [seq for seq in sequences if self._reading(seq, num_decoding) <= 1.0]
         if not sequences:
@@ -238,7 +238,7 @@ class DeviceSpeculator(Speculator):
         return sequences, *self._best(sequences, num_decoding, min(self.most, each), self._tree_in(each))
 
     def _believe(self, count: int, judged_for: int) -> None:
-        """What was found for these alone may not hold for all: where drafts seem to end, that is asked once more."""
+        """Note an estimate. One that ends drafts may not hold for all sequences: it is made once more."""
         self._judged_for = None if self._chosen and not count else judged_for
         if self.overlaps and self._chosen and not count and self._steps_with_drafts < _FIRST_STEPS:
             self._patience = self._next_probe = 0.0
@@ -248,7 +248,7 @@ class DeviceSpeculator(Speculator):
         self._hopeless = self._may_rest and not count and self._is_hopeless(1) and self._is_hopeless(judged_for)
 
     def _is_hopeless(self, sequences: int) -> bool:
-        """Whether drafts would cost so many sequences much, by what is known of all texts."""
+        """Whether drafts are far from paying for so many sequences, by the engine's average acceptance."""
         if not self.times.known or not self.drafting.known:
             return False
         plain = sequences / self.times.estimate(sequences)
@@ -276,20 +276,19 @@ class DeviceSpeculator(Speculator):
         return found
 
     def _waiting(self, able: list[Sequence], num_decoding: int, room: int) -> set[int]:
-        """All, where drafts pay: those in flight for their token, and for drafts of others to be judged, to go on with
-        them. Where it is time to try one, that one; with steps that overlap nobody else would ever be without a token
-        in flight."""
+        """Where drafts pay, all: for their token in flight, and for drafts in flight to be verified, so that all go on
+        together. Where a try is due, the sequence that tries: where steps overlap it always has a token in flight."""
         if self._holed:
             able = [seq for seq in able if seq not in self._holed]
             if not able:
-                self._judged_for = 0  # whoever comes next is another
+                self._judged_for = 0  # the next sequence needs an estimate of its own
         pending = [seq for seq in able if seq.num_pending]
         self._some_pending = bool(pending)
         pays = self._chosen > 0 or not self.adaptive
         if pays and self.joined and any(drafts for _, _, drafts in self._in_flight):
             return {seq.row for seq in self._draftable(able)}
         if not pending or (self.adaptive and not self._clearly and self._goes_without(self._since_plain)):
-            return set()  # so that the step without drafts that is under way has another one behind it, as without any
+            return set()  # the step without drafts overlaps with the next one, as it would without speculation
         if not pays:
             sequences = self._draftable(able)
             if sequences and self._is_another(len(sequences)):
@@ -300,11 +299,11 @@ class DeviceSpeculator(Speculator):
         return set() if one is None else {one.row}
 
     def _goes_without(self, steps: int) -> bool:
-        """After so many with drafts, a step without any, to keep its measured time up to date."""
+        """Whether, after so many steps with drafts, one runs without, to keep its measured time up to date."""
         return steps >= (max(self._remind, _OFTEN_ENOUGH) if self._clearly else self._remind)
 
     def _is_another(self, count: int) -> bool:
-        """Whether so many sequences are others than those that drafts were judged for: by more than an eighth."""
+        """Whether the number of sequences differs from that of the last estimate by more than an eighth."""
         return self._judged_for is None or 8 * abs(count - self._judged_for) > self._judged_for
 
     def _largest(self, seq: Sequence) -> TreeShape | None:
@@ -313,13 +312,13 @@ class DeviceSpeculator(Speculator):
         return None if self._gpu and reads else super()._largest(seq)
 
     def _lacks(self, seq: Sequence) -> int:
-        """Tokens that the model has not seen, beyond the few since it last guessed."""
+        """Tokens that the model has to catch up with, unless they are few."""
         behind = len(seq.tokens) - self._seen.get(seq, 0) if self.own_kv else 0
         return behind if behind > _NEARLY_THERE else 0
 
     def _reading(self, seq: Sequence, num_decoding: int) -> float:
-        """What the model takes to read what it has not seen of a text, beside what may go into that. The text will be
-        as long as texts are here, or as it is already."""
+        """Time for the model to catch up with a text, relative to the time allowed for it. The output is expected to be
+        as long as outputs usually are here, or as long as it is already."""
         if not self._lacks(seq):
             return 0.0
         room, done = seq.request.max_len - seq.num_prompt_tokens, len(seq.tokens) - seq.num_prompt_tokens
@@ -331,7 +330,7 @@ class DeviceSpeculator(Speculator):
         return self.times.factor * (self.seconds_behind * behind + (self._to_begin if behind else 0.0))
 
     def _tree_in(self, nodes: int) -> TreeShape | None:
-        """The tree that each of the sequences may have, where so many nodes are left for it."""
+        """The tree of a sequence that may have at most so many nodes."""
         if self.tree is None or nodes < 2:
             return None
         nodes = min(nodes, self.tree.nodes)
@@ -339,7 +338,7 @@ class DeviceSpeculator(Speculator):
 
     def _best(self, sequences: list[Sequence], num_decoding: int, most: int, shape: TreeShape | None
               ) -> tuple[int, TreeShape | None]:
-        """How many drafts of each give the most tokens per second, as a chain, or all of a tree of this shape."""
+        """How many drafts of each sequence give the most tokens per second: a chain, or a whole tree of this shape."""
         if not self.times.known or not self.drafting.known:
             return most, shape
         gain = _LEAST_CUT_GAIN if self._all_cut else _LEAST_MODEL_GAIN
@@ -351,7 +350,7 @@ class DeviceSpeculator(Speculator):
         for count in range(1, most + 1):
             tokens += sum(chain[count - 1] for chain in chains)
             if self._all_cut and count < most:
-                continue  # the model itself finds out how many are worth it
+                continue  # the model itself ends its chains
             rate = tokens / (self._seconds(num_decoding, len(sequences), count) + more)
             if rate > best_rate or (best and rate > _NEARLY * best_rate):
                 best, best_rate = count, max(rate, best_rate)
@@ -370,8 +369,8 @@ class DeviceSpeculator(Speculator):
         return best, shape
 
     def _gap(self, count: int) -> float:
-        """Before a step in which so many sequences have drafts. A larger batch than any seen yet is believed to take no
-        longer, the first step will show; a smaller one less, but not in proportion."""
+        """The host's time before a step in which so many sequences have drafts. A batch larger than any measured is
+        expected to take no longer, until measured; a smaller one less, but not in proportion."""
         known = [size for size in self._gaps if size <= count.bit_length()]
         if known or not self._gaps:
             return self._gaps[max(known)] if known else 0.0
@@ -379,18 +378,18 @@ class DeviceSpeculator(Speculator):
         return self._gaps[least] * 0.5 ** ((least - count.bit_length()) / 2)
 
     def _price(self, num_decoding: int, seq: Sequence) -> float:
-        """Of trying one and not another. Where steps overlap, who is tried falls behind the others by a step or two:
-        that should not always be the same."""
+        """Cost of a try with this sequence. Where steps overlap, a try puts its sequence a step or two behind the
+        others, so earlier tries count."""
         tried = self._followed[seq].tries if self.overlaps and seq in self._followed else 0.0
         return self._catching_up([seq]) + tried * self.times.estimate(num_decoding)
 
     @property
     def _is_time_to_try(self) -> bool:
-        """As far as the last price of a try says."""
+        """By the price of the last try."""
         return not self._since_plain and self._plain_seconds >= self._next_probe
 
     def _to_try(self, sequences: list[Sequence], num_decoding: int) -> Sequence | None:
-        """Whose drafts show whether they have begun to pay, if it is time to find out."""
+        """The sequence for a try, if one is due."""
         if not self._is_time_to_try:
             return None
         one = min(sequences, key=partial(self._price, num_decoding), default=None)
@@ -400,18 +399,18 @@ class DeviceSpeculator(Speculator):
         extra = self._seconds(num_decoding, 1, self._tried) - self.times.estimate(num_decoding)
         extra += self._catching_up([one])
         if self.overlaps:
-            # Who is tried waits for a token before and after. The others do not: a step goes on without it.
+            # The sequence that tries waits for a token before and after; the others go on without it.
             extra += 2 * (self._gap(1) if num_decoding == 1 else self.times.estimate(num_decoding) / num_decoding)
         self._next_probe = self._patience * extra / _PROBE_SHARE
         return one if self._plain_seconds >= self._next_probe else None
 
     def _seconds(self, num_decoding: int, num_drafting: int, count: int, nodes: int | None = None) -> float:
-        """Of a step with trees of so many nodes of each drafting sequence, `count` deep; without: with chains."""
+        """Expected seconds of a step with chains of `count` drafts, or trees of `nodes` nodes that are `count` deep."""
         drafting = self.times.factor * self.drafting.estimate(num_drafting)
         passes: float = self.pass_shares(count)
         rows: float = count if nodes is None else nodes
         if self._all_cut and nodes is None:
-            # A chain that ends early costs the pass that found it out, and all go on as long as one of them does.
+            # A chain that ends early costs one pass more, and passes go on until the last chain ends.
             chances = self._offered.chain(count)
             rows, passes = sum(chances), 1.0 + sum(1.0 - (1.0 - each) ** num_drafting for each in chances[:-1])
             passes = self.pass_shares(passes)
@@ -419,13 +418,12 @@ class DeviceSpeculator(Speculator):
 
     @property
     def _tried(self) -> int:
-        """Drafts of a try: those that are likely, and one more. Where the model finds out itself how many are worth it,
-        as many as it would be asked for."""
+        """Drafts of a try: the likely ones and one more. All, where the model ends chains itself."""
         return self.most if self._all_cut else min(self.most, 1 + sum(map(_LIKELY.__le__, self._odds.chain(self.most))))
 
     def pass_shares(self, passes: float) -> float:
-        """What so many passes cost, in passes: where the model does not wait for the host between them, the first one,
-        with what the host does for all of them, costs about as much as two."""
+        """Cost of so many passes, in passes. Where a whole chain is one call, the first pass, with the host's work for
+        all, costs about as much as two."""
         return passes + 1.0 if self._cuts else passes
 
     def _follow(self, seq: Sequence) -> PositionOdds:
@@ -503,7 +501,7 @@ class DeviceSpeculator(Speculator):
     def _observe(self, load: Load, seconds: float, gap: float) -> None:
         if not self.overlaps:
             seconds += gap
-        elif 2 * load.drafting >= load.tokens - load.drafts:  # a try of one hides behind the steps of others
+        elif 2 * load.drafting >= load.tokens - load.drafts:  # the gap of a try hides behind steps of others
             size = load.drafting.bit_length()
             self._gaps[size] = gap + (1.0 - _FOLLOW_GAPS) * (self._gaps.get(size, gap) - gap)
         if not load.drafts:
@@ -525,13 +523,13 @@ class DeviceSpeculator(Speculator):
         if load.behind:
             self._learn_reading(load.behind, max(0.0, seconds - believed) / factor)
             return
-        # How much of it was drafting cannot be seen here: both parts are believed to have changed alike.
+        # The share of drafting is not measured: both parts are assumed to have changed alike.
         ratio = seconds / believed
         self.drafting.observe(load.drafting, ratio * self.drafting.estimate(load.drafting))
         self.times.follow(ratio)
 
     def _observe_plain(self, tokens: int, seconds: float) -> None:
-        """Where drafts do not pay, one step in eight: how long it takes counts only for the next try."""
+        """Learn from a step without drafts. While drafts do not pay, from one in eight: only the next try needs it."""
         self._plain_steps += 1
         if self._chosen or not self.overlaps or self._plain_steps % 8 == 1 or not self.times.known:
             self.times.observe(tokens, seconds)
@@ -539,7 +537,7 @@ class DeviceSpeculator(Speculator):
         self._since_plain, self._remind = 0, self._remind_next
 
     def _learn_reading(self, behind: int, seconds: float) -> None:
-        """Few tokens show what it takes to begin, many what each takes."""
+        """Few tokens show the constant part, many the time per token."""
         if behind < _MANY_BEHIND:
             self._to_begin += 0.5 * (max(0.0, seconds - self.seconds_behind * behind) - self._to_begin)
         else:
@@ -549,16 +547,16 @@ class DeviceSpeculator(Speculator):
         if entry.num_tokens > 1 or self._lookups is not None:
             super().took(seq, entry, result, accepted)
         elif entry.start >= seq.num_prompt_tokens:
-            # Of a step without drafts nothing is learned: no more is done than to count it.
+            # A step without drafts is only counted.
             stats = self.stats
             stats.decode_steps += 1
             stats.decode_tokens += 1
             seq.request.counts.decode_steps += 1
 
     def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
-        """Where a chain was cut, a draft that was not offered has not hit: what counts is what asking for it brings."""
+        """Where a chain was cut, a draft that was not offered counts as a miss: what counts is what asking brings."""
         if self._lookups is not None:
-            self._lookups._learn(seq, entry, accepted, result)  # of those that it follows
+            self._lookups._learn(seq, entry, accepted, result)  # of the sequences it follows
         if not entry.device_drafts:
             return
         if result.undraftable:
@@ -568,7 +566,7 @@ class DeviceSpeculator(Speculator):
         if self._cuts and not result.parents and not entry.draft_depth:
             depth = entry.device_drafts
         if depth:
-            if accepted and not self._chosen:  # a try: the less it was expected to hit, the sooner is the next
+            if accepted and not self._chosen:  # a try: the less a hit was expected, the sooner the next try
                 self._patience = max(1.0, self._patience * self._odds.chain(1)[0])
             self._judged_for = None
             hits = [True] * accepted + [False] * (accepted < depth)
@@ -588,6 +586,6 @@ class DeviceSpeculator(Speculator):
 
 
 def _likeliest_alone(seq: Sequence) -> bool:
-    """As the worker sees it (`sampling.batch.likeliest_alone`), but for what differs from token to token."""
+    """As the worker decides it (`sampling.batch.likeliest_alone`), except for what changes from token to token."""
     params = seq.request.params
     return params.greedy or params.top_k == 1

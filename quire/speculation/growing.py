@@ -1,7 +1,7 @@
-"""Grows a draft tree for one sequence: the likeliest node of all that may come next, again and again.
+"""Grows a draft tree for one sequence by adding the likeliest candidate node until the tree is full.
 
-A node's chance is its parent's times that of being the next token there, which is learned for each strength of evidence
-and each rank among the alternatives at one place. Chances fall along a branch, so the best nodes make a tree.
+A node's probability is its parent's times that of being the next token there, which is learned by evidence and by rank
+among the alternatives. Probabilities fall along a branch, so the likeliest nodes always form a tree.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from quire.speculation.proposer import Proposer
 from quire.speculation.tree import ROOT, Parents, TreeShape
 
 Chance = Callable[[int, int], float]
-"""(evidence, rank) of an alternative -> the probability that it is the next token."""
+"""(evidence, rank) of an alternative -> probability that it is the next token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """Nodes, likeliest first, so every beginning of the lists is a tree; `chances` are those of the whole branch."""
+    """Nodes, likeliest first, so every prefix of the lists is a tree; `chances` are those of whole branches."""
 
     tokens: tuple[int, ...] = ()
     parents: Parents = ()
@@ -27,7 +27,7 @@ class Grown:
 
 
 def grow(proposer: Proposer, chance: Chance, shape: TreeShape, least: float) -> Grown:
-    """A tree of drafts that are right with probability `least` or more."""
+    """A tree of drafts that are each accepted with probability `least` or more."""
     cursor = proposer.cursor()
     if cursor is None:
         return Grown()
@@ -35,7 +35,7 @@ def grow(proposer: Proposer, chance: Chance, shape: TreeShape, least: float) -> 
     parents: list[int] = []
     chances: list[float] = []
     waiting: list[tuple[float, int, int, int, int, object]] = []
-    """(- chance, number, token, parent, depth, its parent's cursor): the best comes first, of equals the oldest."""
+    """Heap of candidates (-chance, order, token, parent, depth, parent's cursor): likeliest first, then oldest."""
 
     def put_children(cursor: object, parent: int, depth: int, all_of_them: float) -> None:
         for rank, (token, evidence) in enumerate(proposer.followers(cursor, shape.width)):
@@ -55,8 +55,8 @@ def grow(proposer: Proposer, chance: Chance, shape: TreeShape, least: float) -> 
 
 
 def in_order(tokens: tuple[int, ...], parents: Parents) -> tuple[tuple[int, ...], Parents]:
-    """The same tree, branch after branch: its first branch then lies where its positions say, and need not be moved
-    when it is kept. Without parents where that branch is all there is."""
+    """The same tree in depth-first order, so that slots of the first branch equal its positions and its KV need not
+    move when it is accepted. A tree of one branch gets no parents."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent, []).append(node)

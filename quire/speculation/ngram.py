@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last tokens where they stood before, in the request's own text."""
+"""Prompt lookup: proposes what followed the last tokens at their earlier occurrence in the same request."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from quire.speculation.proposer import SHORT, Proposal, Proposer, ProposerSource
 
 
 class NgramProposer(Proposer):
-    """Longest match over the sequence's own tokens, prompt and output alike."""
+    """Longest match of the last tokens in the sequence's own prompt and output."""
 
     def __init__(self, least_match: int) -> None:
         self._least = least_match
         self._seen = SuffixAutomaton()
         self._noted = array("i")
-        """Tokens that the automaton has not seen, from `_next` on."""
+        """Tokens that `catch_up` has yet to add to the automaton, from `_next` on."""
         self._next = 0
 
     def extend(self, tokens: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What `speculative_config` may say, checked at once and refused by name."""
+"""Fields of `speculative_config`: parsed and checked at once, refused by name."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _CHOICES = {
     "load_format": ("auto", "gguf", "safetensors", "dummy"),
 }
 _HABITS: dict[str, dict[str, Any]] = {EAGLE: {"num_speculative_tokens": 4}, MTP: {"num_speculative_tokens": 2}}
-"""Defaults of a method that differ from those of the fields: a head guesses well only as far as it was trained to."""
+"""Defaults by method that differ from the fields': a head drafts well only as deep as it was trained."""
 _USUAL_FLOOR = 0.03
-"""Of a chain: heads are less sure than they should be of what the target takes for likeliest."""
+"""Default `min_draft_probability`. It is this low because heads underestimate their drafts."""
 _FIELD = "speculative_config"
 _TREE_WIDTH = 4
 _MOST_NODES = 64
@@ -34,15 +34,15 @@ def _only(*methods: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """How drafts are made and judged. Read one with `SpeculationOptions.parse({"method": "ngram"})`."""
+    """How drafts are made and verified. Made by `SpeculationOptions.parse({"method": "ngram"})`."""
 
     method: str
     num_speculative_tokens: int = 8
     """Most drafts of one sequence in one step."""
     verifier: str = COUPLED
-    """coupled: exactly the tokens that would be drawn without speculation; rejection: the same distribution."""
+    """coupled: exactly the tokens of plain decoding; rejection: the same distribution."""
     adaptive: bool = True
-    """Fewer drafts, down to none, where more do not pay by what was measured; False: always as many as there are."""
+    """As many drafts as pay by measured costs and acceptance, down to none; False: always all."""
     prompt_lookup_min: int = field(default=1, metadata=_only(NGRAM, SUFFIX))
     """Fewest tokens that must match."""
     max_cached_tokens: int = field(default=65_536, metadata=_only(SUFFIX))
@@ -51,27 +51,27 @@ class SpeculationOptions:
     """The draft model: alias, path or hub id; the EAGLE head: path or hub id, by default the one in the package."""
     load_format: str = field(default="auto", metadata=_only(DRAFT_MODEL))
     tree: TreeShape | None = None
-    """Several alternatives at a place: at most `width` children of a node, `depth` drafts one after the other, `nodes`
-    in all. By default a width of 4, a depth of num_speculative_tokens, and twice as many nodes."""
+    """Draft trees: at most `width` children of a node, `depth` drafts in a row, `nodes` in all. Defaults: width 4,
+    depth num_speculative_tokens, nodes twice the depth."""
     min_draft_probability: float | None = field(default=None, metadata=_only(EAGLE, MTP))
-    """A chain of likeliest tokens ends where its probability, by the head's own account, falls below this; 0: never. By
-    default that is what pays on a CPU (`adaptive`), and 0 where all drafts are taken. For device cpu."""
+    """A greedy chain ends where its probability, by the head's own estimate, falls below this; 0: never. Default:
+    `_USUAL_FLOOR` for adaptive chains of a head, else 0. Only on device cpu."""
     skipped_layers: tuple[int, ...] | None = field(default=None, metadata=_only(SKIP_LAYERS))
-    """Layers of the target that its draft leaves out; by default every second of the middle ones."""
+    """Layers of the target that drafting skips; by default every second of the middle ones."""
 
     @property
     def on_device(self) -> bool:
-        """The worker makes the drafts, with a model."""
+        """A model in the worker makes the drafts."""
         return self.method in (DRAFT_MODEL, SKIP_LAYERS, EAGLE, MTP)
 
     @property
     def reads_states(self) -> bool:
-        """They are those of a head, which reads the target's hidden states."""
+        """A head makes the drafts, which reads the target's hidden states."""
         return self.method in (EAGLE, MTP)
 
     @property
     def own_kv(self) -> bool:
-        """Whoever makes the drafts has KV of its own."""
+        """The drafting model has KV of its own."""
         return self.method == DRAFT_MODEL or self.reads_states
 
     @property
@@ -136,7 +136,7 @@ class SpeculationOptions:
 
 
 def refuse_with_heads(method: str, asked: Mapping[str, bool]) -> None:
-    """Raise for the first field of the engine's config that is asked for and that heads do not run with yet."""
+    """Raise for the first field of the engine's config that is set and that heads do not support yet."""
     for name, value in asked.items():
         if value:
             raise ConfigError(f"{name} does not go with speculative_config method {method!r} yet: leave {name} out, or "

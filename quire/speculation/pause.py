@@ -15,21 +15,21 @@ LONGEST = 32
 
 @dataclass(slots=True, eq=False)
 class Pause:
-    """The same sequences decode alone and drafts do not pay. Where a GPU's step takes half a millisecond, what the host
-    does for drafts that nobody gets would show: so it is done once for all steps of a pause."""
+    """The same sequences decode, nothing else runs, and drafts do not pay. Where a GPU's step takes half a millisecond,
+    the host's work for drafts that no sequence gets would show, so it is done once for all steps of a pause."""
 
     sequences: list[Sequence]
     left: int
     """Steps that may still be planned."""
     head_rests: bool
-    """In each of them: see `Speculator.submitted`."""
+    """What `Speculator.submitted` answers for each of its steps."""
     done: int = 0
-    """Steps whose results have come in, and the seconds that they took."""
+    """Steps whose results have come in, and the seconds they took."""
     seconds: float = 0.0
 
     def holds(self, planned: list[Planned]) -> bool:
-        """Whether a step of single tokens is one of the pause, when its sequences decode. Whoever is admitted in the
-        place of one that was preempted is the first or the last of the step."""
+        """Whether a step of plain decodes is one of this pause, if the pause's sequences were those to decode. A sequence
+        admitted in place of a preempted one is the first or the last of the step."""
         mine = self.sequences
         return (self.left > 0 and len(planned) == len(mine) and planned[0][0] is mine[0]
                 and planned[-1][0] is mine[-1])

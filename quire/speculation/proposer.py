@@ -1,4 +1,4 @@
-"""What a proposer is: something that guesses how a sequence goes on. Its guesses may cost speed, never tokens."""
+"""The interface of proposers, which draft the next tokens of a sequence. Drafts affect speed, never tokens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 NO_EVIDENCE = 0
 SHORT = 64
-"""Tokens that a proposer takes in at once, if it has none left over."""
+"""`extend` adds up to so many tokens at once; more are left to `catch_up`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may come next, and how strong the evidence for them is.
+    """Drafted tokens and the evidence for them.
 
-    `evidence` is a proposer's own measure (here the length of the context that matched); acceptance is
-    learned for each strength, and a token further on has the evidence of those before it on top.
+    `evidence` is the proposer's own measure, for lookups the length of the match. Acceptance is learned by evidence,
+    and each further token counts one more, since its match is one token longer.
     """
 
     tokens: tuple[int, ...]
@@ -24,47 +24,48 @@ class Proposal:
 
 
 class Proposer(ABC):
-    """Proposes for one sequence, whose tokens it is shown in order. It sees no other sequence's unless `share`d.
+    """Drafts for one sequence, whose tokens it is shown in order. What sequences share is kept by their
+    `ProposerSource`.
 
-    A proposer that needs a model runs in the worker instead: the plan asks for a number of drafts, and its
-    tokens never leave the device. Trees grow from `cursor`, `followers` and `follow` (`quire.speculation.growing`).
+    Proposers that need a model run in the worker instead: the plan asks for a number of drafts, and their tokens stay
+    on the device. Trees are grown with `cursor`, `followers` and `follow` (`quire.speculation.growing`).
     """
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> None:
-        """More tokens of the sequence are known. Many of them are only noted: `catch_up` works through them."""
+        """Show it more tokens of the sequence. Long runs are only queued, for `catch_up`."""
 
     @abstractmethod
     def propose(self, most: int) -> Proposal:
-        """Up to `most` tokens that may follow all that it was shown."""
+        """Up to `most` drafts after all tokens shown so far."""
 
     def cursor(self) -> object | None:
-        """Where a tree begins: the end of all that it was shown. None: it offers no trees, or none now."""
+        """Where a tree begins: after all tokens shown so far. None: it offers no trees, or none now."""
         return None
 
     def followers(self, cursor: object, most: int) -> list[tuple[int, int]]:
-        """Up to `most` different tokens that may come next, each with its evidence, best first."""
+        """Up to `most` alternatives for the next token, each with its evidence, best first."""
         return []
 
     def follow(self, cursor: object, token: int) -> object:
-        """Where it is after one more token."""
+        """The cursor after one more token."""
         return cursor
 
     def catch_up(self, most: int) -> int:
-        """Work through noted tokens until that has cost as much as `most` ordinary ones; what it cost."""
+        """Add queued tokens until the cost reaches `most` ordinary tokens; returns the cost."""
         return 0
 
-    def finish(self) -> None:  # noqa: B027 (most have nothing to pass on)
+    def finish(self) -> None:  # noqa: B027 (most share nothing)
         """The sequence has ended."""
 
 
 class ProposerSource(ABC):
-    """Makes the proposers of one engine, and keeps what they may have in common."""
+    """Makes the proposers of one engine, and keeps what they share."""
 
     @abstractmethod
     def open(self, tokens: Sequence[int], num_prompt_tokens: int, domain: object) -> Proposer:
-        """A proposer for a sequence; those of different domains (tenant, cache salt) share nothing."""
+        """A proposer for a sequence. Sequences of different domains (tenant, cache salt) share nothing."""
 
     def catch_up(self, most: int) -> int:
-        """The same for tokens of sequences that have ended."""
+        """As `Proposer.catch_up`, for queued tokens of sequences that have ended."""
         return 0

@@ -1,9 +1,8 @@
-"""Decides, step by step, which sequences get drafts and how many; the scheduler's one door to speculation.
+"""Decides in each step which sequences get drafts and how many: the scheduler's interface to speculation.
 
-A draft token at some place is worth its chance of being accepted, and costs what one token more in the step
-costs. Both are measured, so what pays is computed and not configured: the drafts with the best chances are
-taken as long as tokens per second go up. Large batches, where a token more costs its full share, and texts
-that nobody can guess end up without drafts by themselves.
+A draft gains its probability of being accepted and costs one more token in the step. Both are measured: the likeliest
+drafts are taken as long as expected tokens per second rise. So large batches, where a token costs its full share, and
+unpredictable texts end up without drafts by themselves.
 """
 
 from __future__ import annotations
@@ -30,68 +29,67 @@ if TYPE_CHECKING:
     from quire.scheduler.request import Sequence
 
 _LEAST_GAIN = 1.03
-"""Times the tokens per second without drafts that are expected before any are taken: beliefs are not exact."""
+"""Least expected gain in tokens per second, as a factor, before any drafts are taken: estimates are not exact."""
 _LEAST_CHANCE = 0.02
-"""Of a draft in a tree that is worth a thought."""
+"""Least probability of a tree's node: less likely candidates are not considered."""
 _WAIT_CHANCE = 0.5
-"""Where steps overlap, a sequence waits for its last token only if its next draft is at least so likely."""
+"""Where steps overlap, a sequence waits for its token in flight only if its next draft is at least so likely."""
 _READ_PER_STEP = 512
-"""Tokens of long prompts, and of outputs to be kept, that proposers work through in a step: about a millisecond."""
+"""Queued tokens (of long prompts and kept outputs) that proposers add in a step: about a millisecond."""
 
 
 @dataclass(slots=True)
 class Load:
-    """What a step of decoding sequences holds."""
+    """What a step of decodes alone contains."""
 
     tokens: int
     drafts: int
     drafting: int
-    """Sequences that have drafts."""
+    """Sequences with drafts."""
     behind: int = 0
-    """Tokens that a draft model has to compute first, of text that it has not seen yet."""
+    """Tokens that a draft model has to catch up with first."""
     passes: float = 0
-    """Of the draft model."""
+    """Passes of the draft model."""
     asked: tuple[int, ...] = ()
-    """Drafts that each entry asks the model for, where it may have fewer to offer."""
+    """Drafts that each entry asks the model for, where the model may offer fewer."""
 
 
 class Speculator(ABC):
-    """What the scheduler asks and tells. `times` may be filled beforehand by measuring steps."""
+    """The interface to the scheduler. `times` may be filled at start by measuring steps."""
 
     def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
         self.most = most
-        """Drafts one after the other."""
+        """Most drafts in a row."""
         self.tree: TreeShape | None = None
-        """Alternatives are offered too; its depth is `most`."""
+        """Limits of draft trees, of depth `most`; None: chains."""
         self.adaptive = adaptive
         self.most_in_step: int | None = None
-        """Most drafts of all sequences together; None: what the step has room for."""
+        """Most drafts of all sequences together; None: what the step's budget allows."""
         self.drafts_ahead = False
-        """The worker may propose drafts before it is known which of those before them were accepted."""
+        """The worker may draft for the next step before the host knows which drafts of this one were accepted."""
         self.times = StepCosts()
         self.stats = SpeculationStats()
         self._clock = clock
         self._in_flight: deque[tuple[Load | Pause | None, float, int]] = deque()
-        """Each step under way (None: not of decoding alone), when it began, and its drafts."""
+        """Of each step in flight: its load (None: not decodes alone), when it began, its number of drafts."""
         self._last_done = float("-inf")
         self.overlaps = False
-        """Steps are begun before others are done (seen, or said): the host's time between two of them is hidden but for
-        drafts."""
+        """Steps overlap (as observed, or set): the host's time between them shows only where there are drafts."""
 
     @property
     def most_drafts(self) -> int:
-        """Of one sequence in one step."""
+        """Most drafts of one sequence in one step."""
         return self.most if self.tree is None else self.tree.nodes
 
     @property
     def drafts_follow(self) -> bool:
-        """The sequences that have just been given drafts will most likely get as many in the next step."""
+        """Whether sequences that just got drafts will most likely get as many in the next step."""
         return False
 
     # ---- before a step
 
     def choose(self, decoding: list[Sequence], room: int) -> DraftChoice:
-        """Drafts for sequences that lack one token, at most `room` in all."""
+        """Drafts for decoding sequences, at most `room` in all."""
         able = [seq for seq in decoding if self._may_have_drafts(seq)]
         if self.most_in_step is not None:
             room = min(room, self.most_in_step)
@@ -103,17 +101,17 @@ class Speculator(ABC):
         return choice
 
     def _may_have_drafts(self, seq: Sequence) -> bool:
-        """It draws (beams are searched), has drawn before, and is not held for its siblings."""
+        """Whether it samples (not beam search), has finished its prompt, and is not held for its siblings."""
         request = seq.request
         return request.beams is None and seq.held_at is None and seq.num_computed >= seq.num_prompt_tokens
 
     def _longest(self, seq: Sequence) -> int:
-        """Drafts that can still matter: with the token after them they reach the sequence's end."""
+        """Most drafts in a row that can matter: with the token after them they reach the longest length."""
         return min(self.most, seq.request.max_len - len(seq.tokens) - 1)
 
     def _largest(self, seq: Sequence) -> TreeShape | None:
-        """The tree that a sequence may have: its nodes lie where the next tokens will. A grammar's masks are made along
-        one branch, so under a grammar there are chains only."""
+        """The largest tree for a sequence, whose nodes take the slots of its next tokens. None under a grammar: its
+        masks are made along one branch."""
         longest = self._longest(seq)
         if self.tree is None or longest < 1 or seq.request.start_grammar is not None:
             return None
@@ -125,13 +123,13 @@ class Speculator(ABC):
 
     @abstractmethod
     def _waiting(self, able: list[Sequence], num_decoding: int, room: int) -> set[int]:
-        """Rows of those that may have drafts, but not in this step: of a token in flight nobody knows what follows."""
+        """Rows of `able` that sit out this step to get drafts later: a token in flight has to be known first."""
 
     # ---- when it runs
 
     def submitted(self, planned: list[Planned], single: bool = False) -> bool:
-        """`single`: each computes one token and draws the next, without drafts. True if nobody will ask for drafts
-        after the tokens of this step: the target need not keep what a head would read."""
+        """`single`: every entry is a plain decode of one token. True if the step need not store hidden states, since no
+        drafts will follow it."""
         tokens = drafts = drafting = 0
         if single and planned:
             self._begun(Load(len(planned), 0, 0), 0)
@@ -151,11 +149,11 @@ class Speculator(ABC):
         self._in_flight.append((load, self._clock(), drafts))
 
     def _own_drafts(self, entry: PlanEntry) -> int:
-        """Drafts whose proposal and cost are this speculator's own affair."""
+        """Drafts of an entry that this speculator counts: those that its own proposers make."""
         return entry.num_drafts
 
     def done(self, results: list[EntryResult] | None = None) -> bool:
-        """The oldest step is back, or lost (None). False if `took` is not to be told of its tokens."""
+        """The oldest step has returned these results, or was lost (None). False if `took` need not be called."""
         load, began, _ = self._in_flight.popleft()
         if isinstance(load, Pause):
             return self._paused_step_done(load, results is None)
@@ -164,12 +162,12 @@ class Speculator(ABC):
         now = self._clock()
         seconds, gap = now - max(began, self._last_done), 0.0
         if began > self._last_done > 0.0:
-            # Between two steps the host took its time: a step that waits for the one before it costs that too. More
-            # than half of the step is somebody else's time.
+            # The host's time between two steps is part of a step that waits for the one before. A gap beyond half of
+            # the step was spent on something else.
             gap = min(began - self._last_done, seconds / 2)
         self._last_done = now
         if load is not None and seconds > 0.0 and results is not None:
-            # Where steps overlap, drafts alone make others wait: without them there would have been no gap.
+            # Where steps overlap only drafts cause gaps, since they have to wait for results.
             self._observe(load, seconds, gap if load.drafts or not self.overlaps else 0.0)
         return True
 
@@ -178,18 +176,18 @@ class Speculator(ABC):
         raise NotImplementedError
 
     def _observe(self, load: Load, seconds: float, gap: float) -> None:
-        """What a step took, and the host before it."""
+        """Learn from a step's time and the host's time before it."""
         self.times.observe(load.tokens, seconds + gap)
 
-    def _correct(self, load: Load, judged: list[int]) -> None:  # noqa: B027 (who looks drafts up knows how many)
-        """There may have been fewer drafts than were asked for."""
+    def _correct(self, load: Load, judged: list[int]) -> None:  # noqa: B027 (lookups offer as many as they say)
+        """Correct a load where the model offered fewer drafts than it was asked for."""
 
     # ---- after it
 
     def took(self, seq: Sequence, entry: PlanEntry, result: EntryResult, accepted: int) -> None:
-        """A step gave tokens: the drafts that were accepted, and one of the target's own, up to the sequence's end.
+        """Take in a result: the accepted drafts and one token of the target, up to the sequence's end.
 
-        Drafts after the end count as judged, since they were; as tokens they do not, and nobody learns their text.
+        Drafts after the end count as verified, but not as tokens, and proposers are not shown them.
         """
         if entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + entry.num_drafts:
             self.stats.computed(len(result.tokens))
@@ -203,14 +201,14 @@ class Speculator(ABC):
 
     @abstractmethod
     def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
-        """So many of the drafts that were judged were accepted."""
+        """Learn from a result, of whose drafts `accepted` were accepted."""
 
-    def forget(self, seq: Sequence) -> None:  # noqa: B027 (some remember nothing)
+    def forget(self, seq: Sequence) -> None:  # noqa: B027 (some keep no state)
         """The sequence has ended."""
 
 
 def offered_by_depth(result: EntryResult) -> list[int]:
-    """Drafts that were judged at each place after the text; in a tree several may be at one."""
+    """Drafts verified at each depth after the text; a tree may have several at one."""
     if not result.parents:
         return [1] * result.num_drafts
     found = [0] * max(depths(result.parents))
@@ -221,18 +219,18 @@ def offered_by_depth(result: EntryResult) -> list[int]:
 
 @dataclass(slots=True)
 class _Followed:
-    """What is known of one sequence."""
+    """Proposer and acceptance of one sequence."""
 
     proposer: Proposer
     odds: list[EvidenceOdds]
-    """Of the best alternative at a place, the second best, ...: one where no trees are offered."""
+    """By rank of an alternative: the best, the second best, ...; chains have only the first."""
 
     def chance(self, evidence: int, rank: int) -> float:
         return self.odds[rank].estimate(evidence)
 
 
 class LookupSpeculator(Speculator):
-    """Drafts from a `ProposerSource`, which looks them up here on the host."""
+    """Drafts that a `ProposerSource` looks up on the host."""
 
     def __init__(self, source: ProposerSource, most: int, adaptive: bool = True,
                  clock: Callable[[], float] = time.perf_counter, tree: TreeShape | None = None) -> None:
@@ -242,7 +240,7 @@ class LookupSpeculator(Speculator):
         self._odds = [EvidenceOdds(rank=rank) for rank in range(1 if tree is None else tree.width)]
         self._followed: dict[Sequence, _Followed] = {}
         self._reading: dict[Sequence, Proposer] = {}
-        """Proposers that may not have worked through all the tokens they were shown."""
+        """Proposers that may have queued tokens."""
 
     def _follow(self, seq: Sequence) -> _Followed:
         found = self._followed.get(seq)
@@ -259,7 +257,7 @@ class LookupSpeculator(Speculator):
         return False
 
     def read(self, planned: list[Planned]) -> None:
-        """Read on: a little of long prompts in every step, from the step that begins to compute them."""
+        """Add queued tokens, a few in every step, beginning with the step that begins a prompt."""
         for seq, entry, _ in planned:
             if entry.start < seq.num_prompt_tokens and seq.request.beams is None:
                 self._follow(seq)
@@ -281,7 +279,7 @@ class LookupSpeculator(Speculator):
             if grown.tokens:
                 proposals[seq.row] = grown
                 chances.extend((chance, seq.row) for chance in grown.chances)
-        # Chances fall along a draft and the sort is stable, so what is taken of one is a beginning of it.
+        # Chances fall along a chain and the sort is stable, so what is taken of each is a prefix.
         chances.sort(key=lambda pair: -pair[0])
         taken = self._best(chances[:room], num_decoding) if self.adaptive else min(room, len(chances))
         counts: dict[int, int] = {}
@@ -294,7 +292,7 @@ class LookupSpeculator(Speculator):
         return found
 
     def _grown(self, seq: Sequence) -> Grown:
-        """A tree for a sequence, or a chain; likeliest drafts first."""
+        """A tree or a chain for a sequence, likeliest drafts first."""
         followed, shape = self._follow(seq), self._largest(seq)
         if shape is not None:
             return grow(followed.proposer, followed.chance, shape, _LEAST_CHANCE if self.adaptive else 0.0)
@@ -303,7 +301,7 @@ class LookupSpeculator(Speculator):
         return Grown(proposal.tokens, (), tuple(followed.odds[0].chain(proposal.evidence, len(proposal.tokens))))
 
     def _best(self, chances: list[tuple[float, int]], num_decoding: int) -> int:
-        """How many of the drafts, best first, give the most tokens per second."""
+        """How many of these drafts, best first, give the most expected tokens per second."""
         if not self.times.known:
             return len(chances)
         best_rate = _LEAST_GAIN * num_decoding / self.times.estimate(num_decoding)
@@ -326,7 +324,7 @@ class LookupSpeculator(Speculator):
         return bool(proposal.tokens) and followed.odds[0].estimate(proposal.evidence) >= _WAIT_CHANCE
 
     def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
-        """Every token shows what a lookup before it would have been worth, whether it was used or not."""
+        """Compare every token with what a lookup would have proposed there, whether that was used or not."""
         followed = self._followed.get(seq)
         if followed is None:
             return

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class SpeculationStats:
     decode_steps: int = 0
-    """Times that a decoding sequence was computed, with drafts or without."""
+    """Decode steps, counted once per sequence, with drafts or without."""
     decode_tokens: int = 0
-    """Tokens that came of those."""
+    """Output tokens of those."""
     verifications: int = 0
-    """Those with drafts."""
+    """Decode steps with drafts."""
     offered: list[int] = field(default_factory=list)
-    """By place in the draft: how many were computed there."""
+    """Drafts verified, by place in the chain or depth in the tree."""
     accepted: list[int] = field(default_factory=list)
 
     def computed(self, num_tokens: int) -> None:
-        """A decoding sequence was computed."""
+        """Count one decode step of one sequence."""
         self.decode_steps += 1
         self.decode_tokens += num_tokens
 
     def judged(self, offered: list[int], num_accepted: int) -> None:
-        """There were drafts, so many at each place."""
+        """Count its drafts: `offered` by place, of which the first `num_accepted` places were accepted."""
         self.verifications += 1
         while len(self.offered) < len(offered):
             self.offered.append(0)

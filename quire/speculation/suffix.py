@@ -1,4 +1,4 @@
-"""Cached continuations: what followed the last tokens in this request or in recent outputs of the same tenant."""
+"""Suffix lookup: proposes what followed the last tokens in this request or in recent outputs of the same domain."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from quire.speculation.ngram import NgramProposer
 from quire.speculation.proposer import SHORT, Proposal, Proposer, ProposerSource
 
 _CONTEXT = 32
-"""Last tokens of a prompt that are kept with its output, so that the first tokens can be matched too."""
+"""Last prompt tokens that are kept with an output, so that its first tokens can be matched too."""
 _SEPARATOR = -1
 
 
 class RecentOutputs:
-    """Outputs of one domain in two generations: when the young one is full the old one is forgotten.
+    """Outputs of one domain in two generations: when the young one is full, the old one is dropped.
 
-    So what is kept is bounded, the newest half of it always stays, and nothing is ever taken apart.
+    So memory is bounded, the newest half always stays, and no automaton ever has to delete.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -26,7 +26,7 @@ class RecentOutputs:
         """Old, young."""
         self.turns = 0
         self._noted: deque[Sequence[int]] = deque()
-        """Outputs that are not in a generation yet; of the first one, tokens from `_next` on."""
+        """Queued outputs that are in no generation yet; of the first one, tokens from `_next` on."""
         self._next = 0
         self._num_noted = 0
 
@@ -35,7 +35,7 @@ class RecentOutputs:
         return sum(len(generation.text) for generation in self.generations) + self._num_noted
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Note an output; a short one can be found at once, others once `catch_up` has worked through them."""
+        """Queue an output. A short one is added at once, others by `catch_up`."""
         tokens = tokens[-self._most :]
         self._noted.append(tokens)
         self._num_noted += len(tokens)
@@ -46,7 +46,7 @@ class RecentOutputs:
             self.catch_up(SHORT)
 
     def catch_up(self, most: int) -> int:
-        """Take in outputs that were noted until that has cost as much as `most` ordinary tokens; what it cost."""
+        """Add queued outputs until the cost reaches `most` ordinary tokens; returns the cost."""
         spent = 0
         while self._noted and spent < most:
             tokens = self._noted[0]
@@ -79,7 +79,7 @@ class SuffixProposer(Proposer):
         self._outputs = outputs
         self._turns = outputs.turns
         self._tail = list(tokens[max(0, num_prompt_tokens - _CONTEXT) : num_prompt_tokens])
-        """What this sequence will leave behind."""
+        """What this sequence adds to the recent outputs when it ends."""
         self._places = [(0, 0), (0, 0)]
         """State and length of the match in each generation."""
         self._own.extend(tokens[:num_prompt_tokens])
@@ -93,7 +93,7 @@ class SuffixProposer(Proposer):
 
     def _follow(self, tokens: Sequence[int]) -> None:
         if self._turns != self._outputs.turns:
-            # The states belonged to generations that are gone: the last tokens tell where we are now.
+            # The generations were replaced, so the states are stale: match the last tokens again.
             self._turns = self._outputs.turns
             self._places = [(0, 0), (0, 0)]
             tokens = self._tail[-_CONTEXT:]
@@ -141,7 +141,7 @@ class SuffixProposer(Proposer):
 
 
 class SuffixSource(ProposerSource):
-    """One store of outputs per domain; beyond `most_tokens` in all, domains not used lately are forgotten."""
+    """One `RecentOutputs` per domain; beyond `most_tokens` in all, least recently used domains are dropped."""
 
     def __init__(self, least_match: int, most_tokens: int) -> None:
         self._least = least_match

@@ -1,7 +1,7 @@
 """The shape of a draft tree: each draft has a parent among the drafts before it, or follows the text itself.
 
-A node's place in the cache is its number, its position is its depth: two nodes of one depth have the same position and
-different slots. No parents at all mean a chain, in which each draft follows the one before it.
+A node's KV slot is its number, its position is its depth: two nodes of one depth have the same position and different
+slots. Empty parents mean a chain, in which each draft follows the one before it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Parents = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """The most that a tree may have."""
+    """Limits of a tree."""
 
     width: int
-    """Children of one node."""
+    """Most children of a node."""
     depth: int
-    """Drafts one after the other."""
+    """Most drafts in a row."""
     nodes: int
-    """Drafts in all."""
+    """Most drafts in all."""
 
 
 def parent_of(parents: Parents, node: int) -> int:
@@ -31,7 +31,7 @@ def parent_of(parents: Parents, node: int) -> int:
 
 
 def depths(parents: Parents) -> list[int]:
-    """Of each node: 1 for those that follow the text."""
+    """Depth of each node: 1 for those that follow the text."""
     found: list[int] = []
     for parent in parents:
         found.append(1 if parent == ROOT else found[parent] + 1)
@@ -39,7 +39,7 @@ def depths(parents: Parents) -> list[int]:
 
 
 def ancestry(parents: Parents) -> list[list[int]]:
-    """Of each node: the nodes from the text to it, itself included."""
+    """For each node, the path of nodes from the text to it, itself included."""
     found: list[list[int]] = []
     for node, parent in enumerate(parents):
         found.append([node] if parent == ROOT else [*found[parent], node])
@@ -57,7 +57,7 @@ def child_with(drafts: Sequence[int], parents: Parents, node: int, token: int) -
 
 
 def path_along(drafts: Sequence[int], parents: Parents, tokens: Sequence[int]) -> list[int]:
-    """The nodes of a tree that tokens, of which the last was drawn after them, went through."""
+    """The nodes of a tree that a step accepted, given its output `tokens`, of which the last is the target's own."""
     path: list[int] = []
     for token in tokens[:-1]:
         child = child_with(drafts, parents, path[-1] if path else ROOT, token)

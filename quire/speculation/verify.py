@@ -1,10 +1,10 @@
-"""Which drafts the target keeps, and which token of its own follows them: the verifiers.
+"""The verifiers: which drafts the target accepts, and which token of its own follows them.
 
-Coupled (greedy is a case of it): the target draws at every place of the draft with the noise that belongs to
-that place, and drafts are kept as long as they are what it drew. So the tokens are those of plain decoding.
+Coupled (also for greedy): the target samples at every place with the noise of that position, and drafts are accepted as
+long as they equal the samples. So the tokens are those of plain decoding.
 
-Rejection: a draft x drawn from q is kept with probability min(1, p(x)/q(x)); in place of the first refused
-one stands a draw from max(0, p - q), after the last kept one a draw from p. So they are distributed as p.
+Rejection: a draft x sampled from q is accepted with probability min(1, p(x)/q(x)). The first rejected one is replaced
+by a sample from max(0, p - q); after the last accepted one a token is sampled from p. So tokens are distributed as p.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from quire.sampling.sending import send
 from quire.speculation.tree import Parents, parent_of
 
 _AT_ONCE = 16
-"""Sequences judged together: their weights are a vocabulary wide at every place."""
+"""Sequences verified together, which bounds memory: weights are a vocabulary wide at every place."""
 _PURPOSES = 256
-"""Numbers of purposes that one sibling has for itself."""
+"""Purpose numbers reserved for each sibling."""
 
 
 def rows_along(row: SamplingRow, drafts: Sequence[int], masks: bytes = b"", parents: Parents = ()
                ) -> list[SamplingRow]:
-    """What sampling knows before the drafts, and after each of them; `masks` are a grammar's for all of these."""
+    """Sampling state before the drafts and after each of them; `masks` are a grammar's, one for each of these."""
     rows = [row]
     for node, draft in enumerate(drafts):
         rows.append(rows[1 + parent_of(parents, node)].ahead((draft,)))
@@ -41,7 +41,7 @@ def rows_along(row: SamplingRow, drafts: Sequence[int], masks: bytes = b"", pare
 
 @dataclass(frozen=True, slots=True)
 class NoiseKeys:
-    """Whose noise is meant, for each of a batch: int64 tensors [B]. `position` is that of the first draft."""
+    """Keys of the sampling noise of a batch: int64 tensors [B]. `position` is that of the first draft."""
 
     seed: Tensor
     seq_index: Tensor
@@ -54,16 +54,16 @@ class NoiseKeys:
         return cls(columns[:, 0], columns[:, 1], columns[:, 2])
 
     def noise(self, purpose: Purpose, ahead: int | Tensor = 0, sibling: int | Tensor = 0) -> Tensor:
-        """Numbers in [0, 1) for one purpose, `ahead` places further; those of siblings at one place are others."""
+        """Numbers in [0, 1) for one purpose, `ahead` places further; each sibling at a place has its own."""
         return uniforms(self.seed, self.seq_index, self.position + ahead, int(purpose) + _PURPOSES * sibling)
 
 
 def judge_by_rejection(drafts: Tensor, target: Tensor, proposal: Tensor | None, keys: NoiseKeys
                        ) -> tuple[Tensor, Tensor]:
-    """(drafts kept [B], the token after them [B]) of a batch.
+    """(number of drafts accepted [B], the token after them [B]) of a batch.
 
-    `drafts` [B, K] ends a row that has fewer with -1. `target` are weights [B, K + 1, V], proportional to p at every
-    place, `proposal` those [B, K, V] of q at every draft; None: each draft was certain (q is 1 there).
+    Rows of `drafts` [B, K] with fewer drafts are padded with -1. `target` [B, K + 1, V] are weights proportional to p
+    at every place, `proposal` [B, K, V] those of q at every draft; None: q is 1 at each draft.
     """
     num_drafts = (drafts >= 0).sum(1)
     kept = torch.zeros_like(num_drafts)
@@ -76,11 +76,11 @@ def judge_by_rejection(drafts: Tensor, target: Tensor, proposal: Tensor | None, 
     rows = torch.arange(len(drafts), device=drafts.device)
     refused = kept < num_drafts
     left = p_at = share(target[rows, kept])
-    # On a CPU a look is cheaper than the sums; a GPU would have to be waited for.
+    # On a CPU checking first is cheaper than the sums; on a GPU it would synchronise.
     if drafts.device.type != "cpu" or bool(refused.any()):
         at = kept.clamp(max=drafts.shape[1] - 1)
         rest = (p_at - _proposed(drafts, proposal, rows, at, p_at)).clamp_(min=0.0)
-        # Where p and q are equal nothing is left, and nothing is refused but for rounding.
+        # Where p equals q nothing is left, and only rounding can have rejected a draft.
         left = torch.where((refused & (rest.sum(1) > 0.0))[:, None], rest, p_at)
     noise = torch.where(refused, keys.noise(Purpose.RESAMPLE, kept), keys.noise(Purpose.SAMPLE, kept))
     return kept, pick(left, noise)
@@ -88,19 +88,19 @@ def judge_by_rejection(drafts: Tensor, target: Tensor, proposal: Tensor | None, 
 
 @dataclass(slots=True)
 class RejectionDraw:
-    """One sequence's drafts to be judged: rows of logits from `first` on, what sampling knows at each of them."""
+    """One sequence's drafts to be verified: rows of logits from `first` on, and sampling state for each."""
 
     first: int
     drafts: Sequence[int]
     rows: Sequence[SamplingRow]
     proposal: Tensor | None
-    """Weights [drafts, V] that the drafts were drawn with; None: each was certain."""
+    """Weights [drafts, V] that the drafts were sampled with; None: q is 1 at each draft."""
     parents: Parents = ()
-    """Of the drafts of a tree."""
+    """Parents of a tree's nodes; empty: a chain."""
 
 
 def put_in_place(drawn: list[int], logits: Tensor, draws: Sequence[RejectionDraw]) -> dict[int, int]:
-    """Judge by rejection and write the tokens into `drawn`; how many drafts were kept, by `first`."""
+    """Verify by rejection and write the tokens into `drawn`; returns how many drafts were accepted, by `first`."""
     kept_by_first: dict[int, int] = {}
     for at in range(0, len(draws), _AT_ONCE):
         part = draws[at : at + _AT_ONCE]
@@ -123,22 +123,22 @@ def put_in_place(drawn: list[int], logits: Tensor, draws: Sequence[RejectionDraw
 
 
 def _proposed(drafts: Tensor, proposal: Tensor | None, rows: Tensor, at: Tensor, like: Tensor) -> Tensor:
-    """q at one place of each row."""
+    """q at place `at` of each row."""
     if proposal is not None:
         return share(proposal[rows, at])
     return torch.zeros_like(like).scatter_(1, drafts[rows, at].clamp(min=0)[:, None], 1.0)
 
 
 def share(weights: Tensor) -> Tensor:
-    """As probabilities; where nothing can be drawn, as the row's status will say, all are 0."""
+    """Weights as probabilities; all 0 where nothing can be sampled, which the row's status reports."""
     weights = weights.double()
     return weights / weights.sum(-1, keepdim=True).clamp(min=1.0)
 
 
 def pick(weights: Tensor, noise: Tensor) -> Tensor:
-    """In each row the first place whose running total exceeds the share `noise` of the whole."""
+    """In each row the first token at which the cumulative weight exceeds `noise` times the total."""
     running = weights.double().cumsum(-1)
     place = torch.searchsorted(running, running[:, -1:] * noise[:, None], right=True).squeeze(1)
-    # Rounding may take the product to the total itself: the last place that has any weight, then.
+    # Rounding may take the product to the total itself: then take the last token with any weight.
     last = weights.shape[1] - 1 - (weights > 0).flip(1).int().argmax(1)
     return torch.minimum(place, last)

@@ -1,14 +1,14 @@
-"""Which branch of a draft tree the target keeps, by rejection, and which token of its own follows it.
+"""Rejection on a draft tree: which branch the target accepts, and which token of its own follows it.
 
-At a node the target's p is tried on the children, in order. A child x that was drawn from q is kept with probability
-min(1, p(x)/q(x)); else p becomes max(0, p - q), normalised, and the next child is tried. After the last refused child
-the token is drawn from what is left of p. A child that was chosen for its value, say as the likeliest, was not drawn:
-its q is 1 at x, so it is kept with probability p(x), and refused it only takes its own share out of p. In both cases
-the token at the node is distributed as p, whatever the children are:
+At a node the children are tried in order. A child x sampled from q is accepted with probability min(1, p(x)/q(x)); else
+p becomes max(0, p - q), normalised, and the next child is tried. After the last rejected child the token is sampled
+from what is left of p. A child chosen for its value, say as the likeliest, has q = 1 at x: it is accepted with
+probability p(x), and its rejection only removes its own share of p. In both cases the token at the node is distributed
+as p, whatever the children are:
 
-    P(y) = min(p(y), q(y)) + P(refused) * r(y),   r the distribution of what follows a refusal;
+    P(y) = min(p(y), q(y)) + P(rejected) * r(y),   r the distribution of what follows a rejection;
 
-r is max(0, p - q) / P(refused) by induction over the children that are left, so P(y) = p(y).
+r is max(0, p - q) / P(rejected) by induction over the children that are left, so P(y) = p(y).
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from quire.speculation.verify import NoiseKeys, RejectionDraw, pick, share
 
 @dataclass(slots=True)
 class _Walk:
-    """How far each row of a batch has come."""
+    """State of the walk of each row of a batch."""
 
     node: Tensor
-    """-1: before the first draft."""
+    """Last accepted node; -1: none yet."""
     depth: Tensor
     tried: Tensor
-    """Children of the node that were refused."""
+    """Children of `node` that were rejected."""
     left: Tensor
-    """float64 [B, V]: what they have left of p."""
+    """float64 [B, V]: what rejected children have left of p."""
 
 
 def judge_tree(drafts: Tensor, parents: Tensor, target: Tensor, proposal: Tensor | None, keys: NoiseKeys
                ) -> tuple[Tensor, Tensor, Tensor]:
-    """(last node kept [B], -1: none; nodes kept [B]; the token after them [B]) of a batch of trees.
+    """(last accepted node [B], -1: none; nodes accepted [B]; the token after them [B]) of a batch of trees.
 
-    `drafts` and `parents` are [B, N], a row that has fewer ends with drafts of -1. `target` are weights [B, N + 1, V],
-    proportional to p before the first draft and after each of them. `proposal` [B, N, V] are those that each draft was
-    drawn with, given its siblings before it; where they are all 0, and everywhere without any, it was chosen by value.
+    `drafts` and `parents` are [B, N]; rows with fewer nodes are padded with drafts of -1. `target` [B, N + 1, V] are
+    weights proportional to p before the first draft and after each of them. `proposal` [B, N, V] are the weights that
+    each draft was sampled with, given its siblings before it; all 0, or None: it was chosen for its value.
     """
     none = torch.full((len(drafts),), -1, dtype=torch.int64, device=drafts.device)
     walk = _Walk(none, torch.zeros_like(none), torch.zeros_like(none), share(target[:, 0]))
     for node in range(drafts.shape[1]):
         draft = drafts[:, node]
         here = (walk.node == parents[:, node]) & (draft >= 0)
-        # On a CPU a look is cheaper than the sums; a GPU would have to be waited for.
+        # On a CPU checking first is cheaper than the sums; on a GPU it would synchronise.
         if drafts.device.type == "cpu" and not bool(here.any()):
             continue
         q = torch.zeros_like(walk.left).scatter_(1, draft.clamp(min=0)[:, None], 1.0)
@@ -66,13 +66,13 @@ def judge_tree(drafts: Tensor, parents: Tensor, target: Tensor, proposal: Tensor
 
 
 def _try_child(walk: _Walk, here: Tensor, draft: Tensor, q: Tensor, after: Tensor, node: int, keys: NoiseKeys) -> None:
-    """Try one child on the rows that are `here`, at its parent."""
+    """Try one child on the rows in `here`, whose walk is at its parent."""
     noise = keys.noise(Purpose.ACCEPT, walk.depth, walk.tried)
     keeps = here & (noise * q.gather(1, draft).squeeze(1) < walk.left.gather(1, draft).squeeze(1))
     refuses = here & ~keeps
     rest = (walk.left - q).clamp_(min=0.0)
     total = rest.sum(1, keepdim=True)
-    # Where p and q are equal nothing is left, and nothing is refused but for rounding.
+    # Where p equals q nothing is left, and only rounding can have rejected the child.
     changes = refuses & (total.squeeze(1) > 0.0)
     walk.left = torch.where(changes[:, None], rest / total.clamp(min=1e-300), walk.left)
     walk.left = torch.where(keeps[:, None], share(after), walk.left)
@@ -82,7 +82,7 @@ def _try_child(walk: _Walk, here: Tensor, draft: Tensor, q: Tensor, after: Tenso
 
 
 def put_trees_in_place(drawn: list[int], logits: Tensor, draws: Sequence[RejectionDraw]) -> dict[int, int]:
-    """Judge trees by rejection and write the tokens into `drawn`; how many drafts were kept, by `first`."""
+    """Verify trees by rejection and write the tokens into `drawn`; how many drafts were accepted, by `first`."""
     kept_by_first: dict[int, int] = {}
     for draw in draws:
         rows = logits[draw.first : draw.first + 1 + len(draw.drafts)]

@@ -1,4 +1,4 @@
-"""What a draft head has computed, and of which tokens it never can: their hidden states were not kept."""
+"""Which tokens a draft head has computed, and which it never can, since their hidden states were not stored."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from quire.worker.draft_models import DraftProgress
 
 
 class HeadProgress(DraftProgress):
-    """While drafts do not pay, the target's steps may leave out what a head reads. It cannot be made up for later, so
-    whoever's text has such a hole gets no drafts. A hole belongs to its block, for whoever finds that by its prefix."""
+    """Progress of a head that rests: while drafts do not pay, steps of the target may store no hidden states for it.
+
+    Such a hole cannot be filled later, so a sequence with one gets no more drafts. Holes are kept by block, since other
+    sequences may get the block from the prefix cache."""
 
     _marks_text = True
 
     def __init__(self, table: np.ndarray, block_size: int, group: int, num_blocks: int, num_host_blocks: int) -> None:
         super().__init__(table, block_size, group, num_blocks, num_host_blocks)
         self._holes = BlockFlags(group, num_blocks, num_host_blocks)
-        """Blocks in which the hidden state of some token is missing."""
+        """Blocks that lack the hidden state of some token."""
         self._any = False
-        """There were holes at some time."""
+        """Some step has left out states: until then there is nothing to track."""
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
         super().copied(copies)
@@ -43,12 +45,13 @@ class HeadProgress(DraftProgress):
             if left_out:
                 few[table.item(entry.row, entry.start // size)] = True  # a decode step: one token
             elif end - entry.start > 1:
-                # Blocks that it begins. Of one that was begun before, a hole stays.
+                # Blocks that these tokens begin. In a block that was begun before, a hole stays.
                 self._holes.device[table[entry.row, -(-entry.start // size) : -(-end // size)]] = False
             elif entry.num_tokens and not entry.start % size:
                 few[table.item(entry.row, entry.start // size)] = False
 
     def refuses(self, entry: PlanEntry) -> bool:
-        """A block with a hole may also have taken the place of one with the same text that the head has computed."""
+        """Looks at all blocks, also those that the head has computed: another block of the same text, with a hole, may
+        have replaced one."""
         blocks = -(-entry.start // self._block_size)
         return self._any and bool(self._holes.device[self._table[entry.row, :blocks]].any())
