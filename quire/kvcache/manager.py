@@ -284,8 +284,8 @@ class KVCacheManager:
         """Reserve blocks for tokens up to `num_tokens`; those after the device's `match` are written by another engine.
 
         The sequence continues at `position`, by default where the written tokens end: window groups get blocks only
-        for what a token there can see. The sequence shares the blocks with the reservation. None, and no change, if there is
-        no room now.
+        for what a token there can see. The sequence shares the blocks with the reservation. None, and no change, if
+        there is no room now.
         """
         if match.num_outside:
             raise InvariantError("what is reserved for a writer is not fetched from a tier")
