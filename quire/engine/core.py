@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 
 
 _ARRIVAL_WAIT_S = 0.05
-"""How long a step waits for KV when there is nothing else to do, before its caller may look around."""
+"""Longest that `step` waits for KV when there is nothing else to do; then its caller gets control back."""
 _LAST_COPIES_S = 10.0
-"""That the end of an engine waits for copies to tiers which are under way."""
+"""Longest that `close` waits for copies to tiers that are under way."""
 _GRAMMAR_WAIT_S = 0.02
-"""How long a step waits for a grammar when there is nothing else to do: others may come meanwhile."""
+"""Longest that `step` waits for a grammar when there is nothing else to do; new requests may arrive meanwhile."""
 
 
 class Peers(Protocol):
-    """Other engines that this one works for, or that work for it; their news is looked at between steps."""
+    """Other engines that compute prompts for this one, or for which it computes prompts. Polled between steps."""
 
     def tick(self) -> bool:
-        """Look at their news; true if that may have changed what can be planned."""
+        """Process their messages; true if that may have changed what can be planned."""
         ...
 
     def claim(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-        """Take out what concerns requests of theirs."""
+        """Remove the updates of their requests; return the others."""
         ...
 
     def close(self) -> None: ...
 
 
 class StepObserver(Protocol):
-    """A listener that is called when steps begin and end."""
+    """Called when steps begin and end."""
 
     def submitted(self, plan: StepPlan) -> None: ...
 
@@ -62,7 +62,7 @@ class StepTimes:
 
     plan: float = 0.0
     execute: float = 0.0
-    """Handing plans over and waiting for results."""
+    """Submitting plans and waiting for results."""
     update: float = 0.0
 
 
@@ -81,7 +81,7 @@ class EngineCore:
         self.times = StepTimes()
         self.self_check = SelfCheck(scheduler)
         self.stalled_for: float | None = None
-        """Seconds without anything to plan, until KV arrives (`executor.arrivals` tells) or a grammar is there."""
+        """If nothing could be planned: seconds to wait at most for KV (`executor.arrivals` signals it) or a grammar."""
         for tier in scheduler.cache.tiers:
             tier.wake = executor.arrivals.ring
 
@@ -120,11 +120,11 @@ class EngineCore:
         return self.scheduler.has_work
 
     def step(self, wait_for_kv: bool = True) -> list[SequenceUpdate]:
-        """Keep the executor supplied, wait for the oldest step, and return what became of its sequences.
+        """Submit plans until the executor has enough, wait for the oldest step, and return its sequences' updates.
 
-        When all that is left waits for KV or for a grammar, it waits too, a little while; or not (`wait_for_kv`), for
-        callers who wait themselves, for messages too: `stalled_for` tells them how long. Without anything to do it
-        examines itself a little, so whoever has just got the last tokens does not wait.
+        If every request waits for KV or a grammar, this waits a short while too. With `wait_for_kv=False` it returns
+        at once, for callers that also wait for messages; `stalled_for` tells them how long to wait. With no work at
+        all it runs a slice of the self-check: only then, so the last tokens of a request never wait for it.
         """
         self.times = times = StepTimes()
         self.stalled_for = None
@@ -138,7 +138,7 @@ class EngineCore:
             began = time.perf_counter()
             plan = self.scheduler.schedule()
             if self.peers is not None:
-                stirred = self.peers.tick()  # who is to compute a prompt for this engine begins while the step runs
+                stirred = self.peers.tick()  # asks other engines for prompts now: they compute while this step runs
             planned = time.perf_counter()
             times.plan += planned - began
             if plan is None:
@@ -159,12 +159,12 @@ class EngineCore:
 
     @property
     def overlaps(self) -> bool:
-        """A step can be planned while another runs."""
+        """Whether a step can be planned while another runs."""
         return self._depth > 1
 
     def launch(self) -> None:
-        """Plan and submit one step if one more fits in flight, and wait for nothing: whoever still adds requests keeps
-        the executor busy meanwhile."""
+        """Plan and submit one step if one more fits in flight, without waiting: this keeps the executor busy while the
+        caller still adds requests."""
         if len(self._futures) >= self._depth or not self.scheduler.has_work:
             return
         self.self_check.disturb()
@@ -173,14 +173,14 @@ class EngineCore:
             self._submit(plan)
 
     def take_updates(self) -> list[SequenceUpdate]:
-        """News of this engine's own requests since the last call, in order."""
+        """Updates of this engine's own requests since the last call, in order."""
         updates = self.scheduler.take_updates()
         if self.peers is None:
             return updates
         return self.peers.claim(updates)
 
     def take_arrivals(self) -> None:
-        """What transfers have reported besides the results of steps, other engines' news, leases that have ended."""
+        """Process transfer reports that came without a step's result, other engines' messages, and expired leases."""
         reports = self.executor.arrivals.take()
         if reports:
             self.self_check.disturb()
@@ -193,7 +193,7 @@ class EngineCore:
             self.scheduler.look()
 
     def _rest(self, wait_for_kv: bool) -> None:
-        """Nothing is in flight, and nothing could be planned."""
+        """Nothing is in flight and nothing could be planned: wait a little, or end a request that blocks others."""
         scheduler = self.scheduler
         if scheduler.compiling.owes_masks:
             self._await_grammar(wait_for_kv)
@@ -219,17 +219,17 @@ class EngineCore:
             self.stalled_for = _GRAMMAR_WAIT_S
 
     def warm_grammars(self) -> None:
-        """Have the first structured output not wait for libraries and the vocabulary."""
+        """Start the grammar process now, so that the first structured output need not wait for it."""
         if self.scheduler.compiling.isolated is not None:
             self.scheduler.compiling.isolated.warm()
 
     def hear_grammars(self) -> None:
-        """Take in what their processes say while there is no work, in which steps would."""
+        """Process messages of the grammar processes while there is no work; steps do so otherwise."""
         if self.scheduler.compiling.isolated is not None:
             self.scheduler.compiling.isolated.pump()
 
     def _submit(self, plan: StepPlan) -> None:
-        """Every plan that the scheduler made gets its future, whatever happens, so the two stay in step."""
+        """Append a future for every plan, whatever happens: the scheduler keeps plans in flight in that order."""
         future: Future[StepResult] = Future()
         if self.trace is not None:
             self.trace.submitted(plan)
@@ -244,7 +244,7 @@ class EngineCore:
             self._futures.append(future)
 
     def _collect(self) -> None:
-        # It stays in the queue while we wait, so that a Ctrl-C here loses nothing.
+        # The future stays in the queue while we wait, so that a Ctrl-C here does not lose it.
         began = time.perf_counter()
         error = self._futures[0].exception()
         done = time.perf_counter()
@@ -262,12 +262,12 @@ class EngineCore:
             self.trace.collected()
 
     def settle(self) -> None:
-        """Start copies to tiers that were asked for by the last step of the last request: no other will start them."""
+        """Start copies to tiers that the last step requested: with no request left, no further step starts them."""
         if not self.scheduler.has_requests and self.scheduler.cache.transfers.drafted:
             self.step()
 
     def _finish_copies(self) -> None:
-        """Let copies to tiers that are under way come to their end, for a while."""
+        """Wait for copies to tiers that are under way, up to `_LAST_COPIES_S`."""
         until = time.perf_counter() + _LAST_COPIES_S
         transfers = self.scheduler.cache.transfers
         while any(transfer.out for transfer in transfers.under_way.values()) and time.perf_counter() < until:
@@ -275,7 +275,7 @@ class EngineCore:
             self.take_arrivals()
 
     def close(self) -> None:
-        """Abandon what is in flight and let go of the executor."""
+        """Abandon steps in flight and close the executor and everything else."""
         if not self.scheduler.has_requests and any(tier.unit_tokens for tier in self.scheduler.cache.tiers):
             self.settle()
             self._finish_copies()

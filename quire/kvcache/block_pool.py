@@ -1,4 +1,4 @@
-"""Physical KV blocks: who holds them, what they cache, which are free. Plain integers, O(1) per block."""
+"""Physical KV blocks: reference counts, which prefix each caches, which are free. Plain integers, O(1) per block."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class BlockPool:
       cached  references == 0, registered; kept until the eviction policy picks it
       free    references == 0, not registered
 
-    A cached block whose content a tier keeps is on its way out when it is evicted: used, until `left`.
+    If a tier copies an evicted block's content, the block counts as used until the copy is done (`left`).
 
-    In a chained pool (full attention) a registered block is useful only while its parent is: callers hold
-    whole prefixes and release them deepest block first, so a parent is never evicted before its child.
+    In a chained pool (full attention) a registered block is useful only while its parent is registered. Callers
+    hold whole prefixes and release them deepest block first, so a parent is never evicted before its child.
     """
 
     def __init__(self, num_blocks: int, policy: EvictionPolicy, chained: bool = True) -> None:
@@ -34,27 +34,27 @@ class BlockPool:
         self._policy = policy
         self._free: deque[int] = deque(range(num_blocks))
         self.counts = [0] * num_blocks
-        """References of every block. Others may read it: the manager does for every decoded token."""
+        """Reference count of each block. Others may read it; the manager does so for every decoded token."""
         self._hash: list[bytes | None] = [None] * num_blocks
         self._parent = [NO_BLOCK] * num_blocks
         self._children = [0] * num_blocks
         self._index: dict[bytes, int] = {}
         self._registered_at = [0] * num_blocks
         self.num_registrations = 0
-        """Registrations over the pool's life: their serial number."""
+        """Registrations over the pool's life; serves as a serial number."""
         self.num_changes = 0
-        """Entries that the prefix index has got or lost."""
+        """Entries added to or removed from the prefix index so far."""
         self.num_evicted = 0
-        """Cached blocks that gave up their place, over the pool's life."""
+        """Cached blocks evicted over the pool's life."""
         self.num_leaving = 0
         """Evicted blocks whose content is still being copied to a tier."""
         self.num_promised = 0
-        """Blocks that were asked for in the draft being made and were not free; `begin_draft` forgets them."""
+        """Blocks requested in the current draft that were not free; reset by `begin_draft`."""
         self.on_evict: Callable[[int, bytes], bool] | None = None
-        """Told of a block and its prefix when it is evicted; true if a tier copies the content first."""
+        """Called with a block and its hash when it is evicted; true if a tier copies the content first."""
 
     def succeed(self, old: BlockPool) -> None:
-        """Go on counting where `old` stopped; what was seen there is not here."""
+        """Continue the counters of `old`; its cached prefixes are gone."""
         self.num_evicted, self.num_registrations = old.num_evicted, old.num_registrations
         self.num_changes = old.num_changes + 1
 
@@ -62,7 +62,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out now, evicting cached ones if need be."""
+        """Blocks that `allocate` could hand out now, evicting cached ones if necessary."""
         return len(self._free) + len(self._policy)
 
     @property
@@ -74,8 +74,8 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def at_most(self, wanted: int) -> int:
-        """Blocks to ask for where `wanted` is an estimate from above, as it is for windows that several sequences will
-        leave soon: no more than there are."""
+        """Blocks to ask for: `wanted`, but in a window pool no more than exist, since `wanted` overestimates there
+        (sequences will soon give back blocks that have left the window)."""
         return wanted if self.chained else min(wanted, self.num_blocks)
 
     def references(self, block: int) -> int:
@@ -86,18 +86,18 @@ class BlockPool:
 
     @property
     def hashes(self) -> list[bytes | None]:
-        """What every block is registered under; to be read only."""
+        """The hash each block is registered under; read-only."""
         return self._hash
 
     @property
     def parents(self) -> list[int]:
-        """Of every block the registered one before it in its chain, or NO_BLOCK; to be read only."""
+        """For each block its registered parent in the chain, or NO_BLOCK; read-only."""
         return self._parent
 
     # ---- taking and giving back
 
     def allocate(self) -> int:
-        """A block with one reference and no content; evicts a cached one when none is free."""
+        """A block with one reference and no content; evicts a cached block if none is free."""
         while not self._free and len(self._policy):
             self._evict()
         if not self._free:
@@ -109,7 +109,7 @@ class BlockPool:
         return block
 
     def allocate_into(self, blocks: list[int], count: int) -> None:
-        """Append `count` blocks as `allocate` gives them, without a call for each: a long prompt takes hundreds."""
+        """Append `count` blocks, as `allocate` returns them, without a call for each: a long prompt takes hundreds."""
         take, put, counts = self._free.popleft, blocks.append, self.counts
         at_hand = min(count, len(self._free))
         for _ in range(at_hand):
@@ -122,9 +122,9 @@ class BlockPool:
             put(self.allocate())
 
     def make_room(self, count: int) -> bool:
-        """Are `count` blocks free? If not, evicts cached ones until they are, or will be once a tier has their content.
+        """Are `count` blocks free? If not, evicts cached ones until they are, or will be once a tier has copied them.
 
-        At most as many as asked for. Blocks being copied out count, unless this draft promised them to another request.
+        Evicts no more than needed. Blocks being copied out count, unless this draft promised them to another request.
         """
         while len(self._free) + self.num_leaving < count + self.num_promised and len(self._policy):
             self._evict()
@@ -145,12 +145,12 @@ class BlockPool:
             self._free.append(block)
 
     def left(self, block: int) -> None:
-        """The content of an evicted block has been copied, or will not be: the block is free."""
+        """The content of an evicted block has been copied, or will not be: free the block."""
         self.num_leaving -= 1
         self.release([block])
 
     def acquire(self, block: int) -> None:
-        """One more holder of a used or cached block."""
+        """Add a reference to a used or cached block."""
         if self.counts[block] == 0:
             if self._hash[block] is None:
                 raise InvariantError(f"free KV block {block} acquired: it holds nothing")
@@ -160,15 +160,15 @@ class BlockPool:
         self.counts[block] += 1
 
     def share(self, block: int) -> None:
-        """One more holder of a used block, on behalf of one that holds it: no sign that others want it."""
+        """Add a reference to a used block, for a fork of its holder; not counted as a reuse by the eviction policy."""
         if self.counts[block] == 0:
             raise InvariantError(f"KV block {block} shared while its reference count is 0")
         self.counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One holder less for each; give a chain deepest block first. Registered blocks stay cached.
+        """Drop one reference of each block; pass a chain deepest block first. Registered blocks stay cached.
 
-        A block whose reference count is 0 is left alone and reported after the others were released.
+        A block whose reference count is already 0 is left alone; the error is raised after the others were released.
         """
         overdrawn = NO_BLOCK
         counts, hashes, free = self.counts, self._hash, self._free
@@ -190,7 +190,7 @@ class BlockPool:
     # ---- the prefix index
 
     def lookup(self, key: bytes) -> int:
-        """The block registered under `key`, or NO_BLOCK. Takes no reference."""
+        """The block registered under `key`, or NO_BLOCK. Adds no reference."""
         return self._index.get(key, NO_BLOCK)
 
     def unchanged(self, block: int, key: bytes, since: int) -> bool:
@@ -198,11 +198,11 @@ class BlockPool:
         return self._hash[block] == key and self._registered_at[block] <= since
 
     def num_idle_of(self, chain: list[int]) -> int:
-        """How many blocks of a cached prefix are idle, in O(log n): whoever holds a block holds all before it."""
+        """Number of unreferenced blocks in a cached prefix, in O(log n): a holder of a block holds all before it."""
         return len(chain) - bisect_left(chain, True, key=lambda block: self.counts[block] == 0)
 
     def register(self, block: int, key: bytes, parent: int) -> None:
-        """Let others find a full block under `key`; `parent`: the registered one before it, or NO_BLOCK."""
+        """Make a full block findable under `key`; `parent`: the registered block before it, or NO_BLOCK."""
         if key in self._index or self._hash[block] is not None:
             raise InvariantError(f"KV block {block} registered twice")
         if self.counts[block] == 0:
@@ -221,7 +221,7 @@ class BlockPool:
         self._policy.register(block, key, parent if linked else NO_BLOCK)
 
     def drop_cached(self) -> int:
-        """Evict every idle block; returns how many that freed."""
+        """Evict every cached block; returns how many."""
         dropped = 0
         while len(self._policy):
             block = self._policy.pop()
@@ -251,7 +251,7 @@ class BlockPool:
         finish(self.examination())
 
     def examination(self) -> Iterator[None]:
-        """The same in parts. It holds only while nothing changes between them."""
+        """`check` in parts; valid only if nothing changes between the parts."""
         waiting = iter(self._free)
         free = bytearray(self.num_blocks)
         for part in parts(len(self._free)):

@@ -1,7 +1,7 @@
-"""Slots for sequences: find a cached prefix, grow, copy on write, publish full blocks, give back.
+"""KV slots for sequences: find a cached prefix, grow, copy on write, publish full blocks, give back.
 
-Works on block numbers only. Every group of layers with its own kind of KV has its own pool and every sequence
-one table per group; one group is the ordinary case.
+Works on block numbers only. Each cache group (layers with the same window) has its own pool, and each sequence one
+block table per group. Most models have one group.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Copy = tuple[int, int, int]
 class KVCacheManager:
     """The scheduler's view of KV memory.
 
-    Contract: a sequence holds a reference on every block of its tables. Blocks given back while submitted
-    plans may still name them wait in limbo until those plans are done (`steps_submitted`, `steps_done`).
-    Copies on write are collected for the plan being drafted (`take_copies`); they are made in their order and before
-    its forward pass. Blocks that move between tiers are held by their transfer until it has reported (`transfers`).
+    Contract: a sequence holds a reference on every block of its tables. Blocks given back while a submitted
+    plan may still name them wait in limbo until that plan is done (`steps_submitted`, `steps_done`).
+    Copies on write are collected for the plan being drafted (`take_copies`) and made in order, before its forward
+    pass. A transfer between tiers holds its blocks until it has reported (`transfers`).
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class KVCacheManager:
         block_bytes: tuple[int, ...] = (),
         group_blocks: tuple[int, ...] = (),
     ) -> None:
-        """`group_blocks`: where groups with a window have fewer blocks than `num_blocks`, which the others have."""
+        """`group_blocks`: blocks of each group, if window groups have fewer than the `num_blocks` of the others."""
         self.num_blocks = num_blocks
         self._group_blocks = group_blocks or (num_blocks,) * len(groups)
         self.block_size = block_size
@@ -64,9 +64,9 @@ class KVCacheManager:
         self.prefix_caching = prefix_caching
         self.has_windows = any(group.window is not None for group in groups)
         self.tiers = list(tiers)
-        """Besides the device, the nearest first."""
+        """Tiers other than the device, the nearest first."""
         self.cost = cost
-        """None: what a tier holds is always worth fetching."""
+        """Decides whether fetching pays; None: what a tier holds is always fetched."""
         self.block_bytes = block_bytes or (0,) * len(groups)
         """Bytes of one block, by group."""
         self.copies: list[Copy] = []
@@ -92,38 +92,38 @@ class KVCacheManager:
         return pools
 
     def add_tier(self, tier: KVConnector) -> None:
-        """One more, farther than those that are there; before the first request."""
+        """Add a tier, farther away than the existing ones; before the first request."""
         self.tiers.append(tier)
         self.events.add_tier(tier)
 
     @property
     def swap_tier(self) -> KVConnector | None:
-        """Where the KV of preempted groups can go."""
+        """The tier that KV of preempted groups can be swapped to."""
         return next((tier for tier in self.tiers if tier.swaps), None)
 
     @property
     def max_tokens(self) -> int:
-        """The longest sequence that the pool holds when it has it to itself."""
+        """The longest sequence that fits if it has the pool to itself."""
         return self.num_blocks * self.block_size
 
     @property
     def num_evicted(self) -> int:
-        """Cached blocks that gave up their place, over all groups."""
+        """Cached blocks evicted, over all groups."""
         return sum(pool.num_evicted for pool in self.pools)
 
     # ---- admission
 
     def name_prompt(self, kv: SequenceKV, tokens: list[int]) -> None:
-        """Hash a prompt when its request comes, so that planning steps does not."""
+        """Hash a prompt when its request arrives, so that planning a step need not."""
         if self.prefix_caching:
             self.chain.extend(kv, tokens, len(tokens))
 
     def match(self, kv: SequenceKV, tokens: list[int], lookups: Sequence[Lookup] = (),
               num_tokens: int | None = None) -> PrefixMatch:
-        """The longest cached prefix valid in every group; never all of the first `num_tokens`: one is computed.
+        """The longest cached prefix valid in every group. Never all of the first `num_tokens`: one must be computed.
 
-        What tiers have found (`ask`, by tier) extends it where fetching is cheaper than computing; each block comes
-        from the nearest tier that has it.
+        Blocks that tiers found (`lookups`, from `ask`) extend it if fetching is cheaper than computing; each block
+        comes from the nearest tier that has it.
         """
         if not self.prefix_caching:
             return self.no_match()
@@ -138,8 +138,8 @@ class KVCacheManager:
         return known
 
     def ask(self, kv: SequenceKV, tokens: list[int], num_tokens: int | None = None) -> list[Lookup]:
-        """Ask every tier, in their order, what it has of the first `num_tokens`; [] if the device has all that can be
-        used. What they have answered stands while the device has the same of them."""
+        """Ask every tier, in order, what it has of the first `num_tokens`; [] if the device has all that can be used.
+        The answers remain valid as long as the device's own match stays the same."""
         if not self.prefix_caching or not any(tier.offload for tier in self.tiers):
             return []
         here, full = self._match_here(kv, tokens, num_tokens)
@@ -158,7 +158,7 @@ class KVCacheManager:
         return found
 
     def _match_here(self, kv: SequenceKV, tokens: list[int], num_tokens: int | None) -> tuple[PrefixMatch, int]:
-        """What the device has of these tokens, and how many blocks of them could be used."""
+        """The device's match for these tokens, and how many blocks of them could be used at most."""
         usable = (len(tokens) if num_tokens is None else num_tokens) - 1
         full = usable // self.block_size
         return self._prefixes.match(kv.seen, self.chain.extend(kv, tokens, usable), full), full
@@ -167,14 +167,14 @@ class KVCacheManager:
         return PrefixMatch(0, [[] for _ in self.groups])
 
     def open(self, kv: SequenceKV, match: PrefixMatch, num_new: int = 0) -> Fetch | None:
-        """Give a sequence without tables the matched prefix, and see that there is room for `num_new` tokens after it.
+        """Give a sequence without tables the matched prefix, and make room for `num_new` tokens after it.
 
-        Blocks of other tiers are fetched: what the sequence then waits for is the `Fetch`. None, and no change, when
-        blocks are on their way out that it needs, or a tier has lost what it had found (`match.lost`).
+        Starts fetching the blocks of other tiers; the sequence then waits for the returned `Fetch`. None, and no
+        change, if blocks it needs are still being copied out, or if a tier lost what it had found (`match.lost`).
         """
         if kv.tables:
             raise InvariantError("a sequence that already holds KV was opened again")
-        # First hold all that is there: making room evicts.
+        # Hold the matched blocks first: making room evicts.
         held = self._hold(kv, match)
         if held is None:
             return None
@@ -196,7 +196,7 @@ class KVCacheManager:
                     registered = min(registered, i)
             kv.tables.append(table)
         kv.seen = SeenPrefix()
-        # What is fetched counts as registered only when it is known to be there.
+        # Fetched blocks are registered only when they have arrived.
         kv.num_registered = registered
         self._start_fetch(kv, fetch, moves)
         self.stats.tier_hits += match.num_outside
@@ -204,7 +204,7 @@ class KVCacheManager:
         return fetch
 
     def _start_fetch(self, kv: SequenceKV, fetch: Fetch, moves: dict[int, list[Move]]) -> None:
-        """One transfer for each tier; its moves in the order of the tokens, so that it arrives from the front."""
+        """One transfer per tier, its moves in token order, so that the prefix arrives from the front."""
         places = {(group, block): i for group, table in enumerate(kv.tables) for i, block in enumerate(table.blocks)}
         for tier, mine in sorted(moves.items()):
             mine.sort(key=lambda move: (places[move.group, move.device], move.group))
@@ -214,7 +214,7 @@ class KVCacheManager:
             self.transfers.start(self.tiers[tier], False, mine, fetch=fetch)
 
     def _hold(self, kv: SequenceKV, match: PrefixMatch) -> list[tuple[int, int]] | None:
-        """Hold the device's blocks and those of tiers, of which the holds are returned; None if one has gone."""
+        """Hold the match's blocks on the device and in tiers; returns those in tiers, or None if one has gone."""
         held: list[tuple[int, int]] = []
         for index, blocks in enumerate(match.blocks):
             for i, code in enumerate(blocks):
@@ -243,12 +243,12 @@ class KVCacheManager:
             self.pools[index].release([block for block in reversed(blocks) if block > NO_BLOCK])
 
     def make_room(self, needs: Sequence[int]) -> bool:
-        """Are so many blocks of each group free now? Evicts what is cached; what a tier keeps is free a bit later."""
+        """Are so many blocks of each group free now? Evicts cached ones; those copied to a tier become free later."""
         return all([pool.make_room(need) for pool, need in zip(self.pools, needs, strict=True)])
 
     def begin_draft(self, num_running: int) -> None:
-        """A step is planned anew. Where evicted blocks are copied to a tier first, some are copied ahead of need: one
-        for each running sequence, so that nobody who decodes waits for it, but no more than an eighth of the pool."""
+        """A new step is being planned. If evicted blocks are copied to a tier first, evict some ahead of need, so that
+        no decoding sequence waits for a copy: one per running sequence, at most an eighth of the pool."""
         for pool in self.pools:
             pool.num_promised = 0
         if any(tier.offload for tier in self.tiers):
@@ -257,8 +257,8 @@ class KVCacheManager:
                     pool.num_promised = 0
 
     def cut(self, kv: SequenceKV, num_blocks: int) -> int:
-        """Keep no more than the first `num_blocks` of a sequence's tables, and of those only what is a prefix in every
-        group; the tokens that are left."""
+        """Keep at most the first `num_blocks` of a sequence's tables, and of those only what is a valid prefix in every
+        group; returns the number of tokens kept."""
         tables = kv.tables
         kept = valid_in_windows(
             self.groups, self.block_size,
@@ -273,19 +273,19 @@ class KVCacheManager:
         return kept * self.block_size
 
     def take_copies(self) -> list[Copy]:
-        """Copies of the plan being drafted, in the order in which they must be made."""
+        """Take the copies of the plan being drafted, in the order in which they must be made."""
         copies, self.copies = self.copies, []
         return copies
 
-    # ---- writers from outside
+    # ---- blocks written by other engines
 
     def reserve(self, kv: SequenceKV, match: PrefixMatch, num_tokens: int, deadline: float,
                 position: int | None = None) -> Reservation | None:
-        """Blocks for tokens up to `num_tokens`, of which those after the device's `match` are written from outside.
+        """Reserve blocks for tokens up to `num_tokens`; those after the device's `match` are written by another engine.
 
-        The sequence goes on at `position`, by default where the written tokens end: window groups get blocks only for
-        what a token there can see. The sequence shares them with the reservation. None, and no change, when there is no
-        room for that now.
+        The sequence continues at `position`, by default where the written tokens end: window groups get blocks only
+        for what a token there can see. The sequence shares the blocks with the reservation. None, and no change, if
+        there is no room now.
         """
         if match.num_outside:
             raise InvariantError("what is reserved for a writer is not fetched from a tier")
@@ -305,7 +305,7 @@ class KVCacheManager:
         return self.reservations.open(own, match.num_tokens, num_tokens, self.block_size, deadline)
 
     def _seen_from(self, match: PrefixMatch, position: int) -> PrefixMatch:
-        """The same match without what the windows of a token at `position` have passed, up to there at least."""
+        """The same match without blocks that the windows of a token at `position` have passed."""
         blocks = []
         for group, held in zip(self.groups, match.blocks, strict=True):
             first = self.first_needed(group, position)
@@ -313,15 +313,15 @@ class KVCacheManager:
         return PrefixMatch(match.num_tokens, blocks)
 
     def count_query(self, num_tokens: int, match: PrefixMatch) -> None:
-        """Record one request's look-up, once, when it is admitted."""
+        """Count one request's prefix query, once, when it is admitted."""
         self.stats.prefix_queries += 1
         self.stats.prefix_query_tokens += num_tokens
         self.stats.prefix_hit_tokens += match.num_tokens
 
     def fits(self, num_tokens: int, match: PrefixMatch, first_chunk: int, extra: int = 0) -> bool:
-        """Could a new sequence of `num_tokens` hold its blocks now, on top of `match`, and `extra` more?
+        """Could a new sequence of `num_tokens` get its blocks now, beyond those in `match`, and `extra` more?
 
-        Its first step computes `first_chunk` tokens, and they need blocks even where a window will pass them.
+        Its first step computes `first_chunk` tokens, which need blocks even if a window passes them later.
         """
         for index, (pool, group) in enumerate(zip(self.pools, self.groups, strict=True)):
             held = match.blocks[index]
@@ -337,24 +337,24 @@ class KVCacheManager:
         return True
 
     def _idle(self, pool: BlockPool, match: PrefixMatch, group: int) -> int:
-        """Idle blocks of a match: taking them leaves as many fewer for others."""
+        """Unreferenced blocks of a match: available now, but not any more once the match is held."""
         held = match.blocks[group]
         if pool.chained and not match.num_outside:
             return pool.num_idle_of(held)
-        # The front of a window's entries is NO_BLOCK; tiers' blocks may stand anywhere.
+        # A window group's first entries are NO_BLOCK; blocks of tiers may be anywhere.
         first = 0 if match.num_outside else self.first_needed(self.groups[group], match.num_tokens)
         return sum(1 for b in islice(held, first, None) if b > NO_BLOCK and pool.references(b) == 0)
 
     # ---- growth
 
     def extend(self, kv: SequenceKV, num_tokens: int, write_from: int) -> bool:
-        """Slots for tokens up to `num_tokens`, where those from `write_from` on are about to be written.
+        """Provide slots for tokens up to `num_tokens`; those from `write_from` on are about to be written.
 
-        False, and no change, when blocks are short.
+        False, and no change, if there are not enough blocks.
         """
         first_written = write_from // self.block_size
         last_written = (num_tokens - 1) // self.block_size
-        # A decoding sequence nearly always writes into a last block that is its own: nothing to do.
+        # A decoding sequence nearly always writes into a last block that only it holds: nothing to do.
         if first_written == last_written:
             for group, table in enumerate(kv.tables):
                 blocks = table.blocks
@@ -367,7 +367,7 @@ class KVCacheManager:
     def _grow(self, kv: SequenceKV, wanted: int, first_written: int) -> bool:
         needs = []
         for pool, table in zip(self.pools, kv.tables, strict=True):
-            # The table may be longer than is wanted now: it has had room for drafts that were refused.
+            # The table may be longer than wanted: it had room for drafts that were rejected.
             shared = sum(pool.references(b) > 1 for b in table.blocks[first_written:wanted])
             needs.append(max(0, wanted - len(table.blocks)) + shared)
             if needs[-1] > pool.num_available + pool.num_leaving:
@@ -385,7 +385,7 @@ class KVCacheManager:
         return True
 
     def _copy_on_write(self, index: int, kv: SequenceKV, i: int) -> None:
-        """Others go on with the block; the last of them writes it without copying."""
+        """Replace a shared block by a fresh copy. Others keep the block; its last holder writes it without copying."""
         table, pool = kv.tables[index], self.pools[index]
         source, target = table.blocks[i], pool.allocate()
         table.replace(i, target)
@@ -395,7 +395,7 @@ class KVCacheManager:
         self.stats.copies_on_write += 1
 
     def leave_window(self, kv: SequenceKV, position: int) -> None:
-        """Give back blocks that no token from `position` on can see. Unpublished ones wait until they are."""
+        """Give back blocks that no token from `position` on can see; unpublished ones only after they are published."""
         for index, (group, table) in enumerate(zip(self.groups, kv.tables, strict=True)):
             if group.window is None:
                 continue
@@ -411,9 +411,9 @@ class KVCacheManager:
     def publish(self, kv: SequenceKV, tokens: list[int], num_confirmed: int, awaited: bool = False) -> None:
         """Register the full blocks among the first `num_confirmed` tokens, whose KV is known to be written.
 
-        Where another block already caches the same prefix the sequence changes over to that one and gives its
-        own back: memory is saved, and whoever holds a cached block holds its registered parent too. `awaited`: a
-        reservation holds the same blocks, so none may be exchanged; what follows such a block is published later.
+        If another block already caches the same prefix, the sequence switches to that one and gives its own back.
+        This saves memory, and a holder of a cached block then always holds its registered parent too. `awaited`: a
+        reservation holds the same blocks, so none may be replaced; publishing stops before the first such block.
         """
         full = num_confirmed // self.block_size
         if not self.prefix_caching or full <= kv.num_registered:
@@ -444,7 +444,7 @@ class KVCacheManager:
         self.events.grown(kv, tokens, full * self.block_size)
 
     def _take_cached(self, group: int, key: bytes) -> int:
-        """One more holder of the block that caches a prefix in a group of windows; NO_BLOCK if there is none."""
+        """Acquire the block that caches a prefix in a window group; NO_BLOCK if there is none."""
         pool = self.pools[group]
         block = NO_BLOCK if pool.chained else pool.lookup(key)
         if block != NO_BLOCK:
@@ -457,27 +457,27 @@ class KVCacheManager:
                    for pool, table in zip(self.pools, kv.tables, strict=True))
 
     def fork(self, kv: SequenceKV, num_blocks: int | None = None) -> SequenceKV:
-        """A second sequence over the same blocks, or the first `num_blocks`; whoever writes a shared one first gets a
-        copy."""
+        """A second sequence over the same blocks, or over the first `num_blocks`. Whichever writes into a shared block
+        first gets a copy."""
         tables = []
         for pool, table in zip(self.pools, kv.tables, strict=True):
             for block in table.blocks[table.first_live : num_blocks]:
                 pool.share(block)
             tables.append(BlockTable(table.blocks[:num_blocks], first_live=table.first_live))
-        # The two may differ from the first token that is not computed yet: hashes beyond it are not shared.
+        # The two may differ from the first token not computed yet: hashes beyond registered blocks are not shared.
         return SequenceKV(kv.key, tables, kv.hashes[: kv.num_registered], kv.num_registered,
                           kv.unit_keys[: kv.num_offered], kv.num_offered)
 
     # ---- giving back
 
     def free(self, kv: SequenceKV) -> None:
-        """Give back all that a sequence holds, deepest block first."""
+        """Give back all blocks of a sequence, deepest first."""
         tables, kv.tables, kv.num_registered = kv.tables, [], 0
         for index, table in enumerate(tables):
             self._give_back(index, table.blocks[table.first_live :][::-1])
 
     def _left(self, group: int, block: int) -> None:
-        """An evicted block has been copied out to a tier. It was idle, so no plan in flight names it."""
+        """An evicted block has been copied to a tier: free it. It was unreferenced, so no plan in flight names it."""
         self.pools[group].left(block)
 
     def _give_back(self, group: int, blocks: list[int]) -> None:
@@ -487,11 +487,11 @@ class KVCacheManager:
             self.pools[group].release(blocks)
 
     def steps_submitted(self, step: int) -> None:
-        """Plans up to `step` are under way and may name any block held so far."""
+        """Plans up to `step` are in flight and may name any block held so far."""
         self._newest_submitted = step
 
     def steps_done(self, step: int) -> None:
-        """Plans up to `step` are complete: what was given back before them is reusable now."""
+        """Plans up to `step` are done: blocks given back while they were the newest in flight are reusable now."""
         self._newest_done = step
         while self._limbo and self._limbo[0][0] <= step:
             _, group, blocks = self._limbo.popleft()
@@ -499,25 +499,25 @@ class KVCacheManager:
 
     @property
     def room_is_coming(self) -> bool:
-        """Blocks will come free by themselves: when plans in flight are done, copies to a tier are made, or somebody
-        outside has let go of them."""
+        """Whether blocks will become free without preemption: when plans in flight are done, copies to a tier are done,
+        or another engine lets go of them."""
         return bool(self._limbo) or self.transfers.frees_blocks or self.held_outside
 
     def expire(self, now: float) -> None:
-        """Stop waiting for what is late: transfers, writers of reservations, those who were granted leases."""
+        """Give up what is overdue: transfers, reservations that were not written, leases."""
         self.transfers.expire(now)
         self.reservations.expire(now)
         self.leases.expire(now)
 
     @property
     def next_end(self) -> float | None:
-        """When `expire` will have something to do."""
+        """The next time at which `expire` has something to do."""
         ends = [self.reservations.next_end, self.leases.next_end, *self.transfers.deadlines]
         return min((end for end in ends if end is not None), default=None)
 
     @property
     def held_outside(self) -> bool:
-        """Blocks will come free once another engine reports that it has finished reading or writing them."""
+        """Whether blocks will become free once another engine reports that it has read or written them."""
         return self.leases.num_read > 0 or self.reservations.num_quarantined > 0
 
     def close(self) -> None:
@@ -533,11 +533,11 @@ class KVCacheManager:
 
     @property
     def resettable(self) -> bool:
-        """No other engine and no transfer may still write into a block."""
+        """Whether no other engine and no transfer can still write into a block."""
         return not (self.transfers.under_way or self.transfers.drafted or len(self.reservations))
 
     def reset(self) -> None:
-        """Start afresh with every block free: for an engine at rest whose bookkeeping broke."""
+        """Reset to all blocks free: for an engine at rest whose bookkeeping was found wrong."""
         if not self.resettable:
             raise InvariantError("the cache was to start afresh while blocks are still being written")
         before = list(self.pools)
@@ -566,12 +566,12 @@ class KVCacheManager:
     # ---- self-examination
 
     def check(self, holders: list[SequenceKV]) -> None:
-        """Every invariant of every pool, and that references are exactly those of `holders`, limbo, transfers, leases
-        and reservations."""
+        """Check every invariant of every pool, and that the references are exactly those of `holders`, limbo,
+        transfers, leases and reservations."""
         finish(self.examination(holders))
 
     def examination(self, holders: list[SequenceKV]) -> Iterator[None]:
-        """The same in parts. It holds only while nothing changes between them."""
+        """`check` in parts; valid only if nothing changes between the parts."""
         holders = [*holders, *self.leases.holders, *self.reservations.holders]
         for index, pool in enumerate(self.pools):
             yield from pool.examination()

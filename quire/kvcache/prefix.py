@@ -11,14 +11,14 @@ from quire.kvcache.table import SequenceKV
 
 _DIGEST_BYTES = 16
 _BLOCKS_AT_ONCE = 64
-"""Blocks of tokens that are turned into bytes at once: who wants only the first names pays for no more."""
+"""Blocks converted to bytes at once, so that a caller who needs only the first names does not pay for all."""
 
 
 class HashChain:
     """Hashes block i from its tokens and the hash of block i-1, so equal hashes mean equal prefixes.
 
-    BLAKE2b with a secret key drawn per engine: 128 bits make an accidental collision unthinkable, and the key
-    keeps anyone outside from preparing one on purpose.
+    BLAKE2b with a secret key drawn per engine: 128 bits rule out accidental collisions, and the key prevents
+    anyone outside from constructing one.
     """
 
     def __init__(self, block_size: int, secret: bytes | None = None) -> None:
@@ -28,7 +28,7 @@ class HashChain:
     def extend(self, kv: SequenceKV, tokens: list[int], num_tokens: int) -> list[bytes]:
         """The chain over at least the full blocks of `tokens[:num_tokens]`, hashing only what is new.
 
-        It is the sequence's own list and may reach further, over tokens hashed before.
+        Returns the sequence's own list, which may be longer if more tokens were hashed before.
         """
         size = self.block_size
         hashes = kv.hashes
@@ -39,7 +39,7 @@ class HashChain:
         return hashes
 
     def names(self, key: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
-        """The names of the full blocks of `tokens` one by one; `key` is the root of the chain (`cache_key`)."""
+        """The names of the full blocks of `tokens`, one by one; `key` is the root of the chain (`cache_key`)."""
         return self._names(key, tokens[: len(tokens) // self.block_size * self.block_size])
 
     def _names(self, parent: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
@@ -56,7 +56,7 @@ class HashChain:
 
 
 def cache_key(parts: Iterable[str]) -> bytes:
-    """Root of a chain from salt, adapter, tenant …: unambiguous whatever the parts contain."""
+    """Root of a chain, made from parts such as a salt; lengths are hashed too, so that `ab, c` is not `a, bc`."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     empty = True
     for part in parts:

@@ -1,4 +1,4 @@
-"""The one decoder: every model family runs through this code, shaped by its spec."""
+"""The only decoder: every model family runs through this code, configured by its spec."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from quire.parallel.place import Place
 
 
 class DecoderLayer:
-    """Attention and feed-forward with their residuals, norms placed as the spec says."""
+    """Attention and MLP with their residuals; the spec says where the norms are."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class DecoderLayer:
             self.mlp_post_norm = Norm(ops, spec.norm, hidden)
 
     def receive(self, path: list[str], kind: str, tensor: StoredWeight) -> None:
-        """`path` is the parameter's place inside the layer: attn.q, mlp.experts.3.down, attn_norm."""
+        """Take one weight. `path` is its place inside the layer: attn.q, mlp.experts.3.down, attn_norm."""
         getattr(self, path[0]).receive(".".join(path[1:]), kind, tensor)
 
     def __call__(self, stream: ResidualStream, ctx: StepContext, cache: LayerCache) -> None:
@@ -89,10 +89,10 @@ class DecoderLayer:
 class Decoder:
     """A decoder, or one rank's share of one.
 
-    Built empty; `load` brings the weights one tensor at a time under the names of `shard.parameters`, and `missing`
-    says what has not come. The first stage owns the embeddings, the last one the head. Tensor ranks of a stage make the
-    same calls with the same tokens, and talk to each other in them. `max_model_len` is the longest sequence;
-    `asked_len` what it would be with memory enough, by which a longrope chooses its factors.
+    Built empty. `load` takes the weights one tensor at a time, under the names of `shard.parameters`; `missing` lists
+    those still to come. The first stage owns the embeddings, the last one the head. Tensor ranks of a stage make the
+    same calls with the same tokens and exchange sums inside them. `max_model_len` is the longest sequence. `asked_len`
+    is what it would be with unlimited memory; a longrope chooses its factors by that.
     """
 
     def __init__(
@@ -118,16 +118,16 @@ class Decoder:
         self._of_other_stages = spec.parameters().keys() - self._shapes.keys()
         self._missing = set(self._shapes)
         self.kv_scales = KVScales(shard)
-        # Every norm reads the stream before a part of a layer, or before the head, and is one that kernels can fuse.
+        # Kernels can fuse only RMS norms that read the residual stream before attention, MLP or head.
         self._fusable = all(layer.placement == "pre" and layer.norm.kind == "rms" for layer in spec.layers) and (
             spec.final_norm is None or spec.final_norm.kind == "rms"
         )
         self._build_ends()
         self.asked_len = self.max_model_len if asked_len is None else asked_len
         self._reached = 0
-        """Positions that the tables of rotations hold."""
+        """Positions for which the rope tables are computed."""
         self._ready: StepContext | None = None
-        """The step for which that was seen to last."""
+        """The step for which `reach` has already checked that."""
         self._ropes = [RopeTable(rope, self.max_model_len, self.asked_len) for rope in spec.ropes]
         if not ops.grows_tables:
             self._compute_ropes(self.max_model_len)
@@ -139,7 +139,7 @@ class Decoder:
         self.expert_load = self._count_experts()
 
     def _count_experts(self) -> ExpertLoad:
-        """Every layer of experts counts the rows that go through each of them, in one tensor for all layers."""
+        """Give every MoE layer a row of one tensor, in which it counts the tokens of each expert."""
         with_experts = {index: layer.mlp for index, layer in enumerate(self.layers, self.first_layer)
                         if isinstance(layer.mlp, Moe)}  # fmt: skip
         most = max((moe.num_experts for moe in with_experts.values()), default=0)
@@ -173,7 +173,7 @@ class Decoder:
         )
 
     def load(self, name: str, tensor: StoredWeight, source: str | None = None) -> None:
-        """Take one tensor; `source` is its name in the checkpoint, for messages."""
+        """Take one tensor; `source` is its name in the checkpoint, for error messages."""
         shown = source or name
         if name not in self._shapes:
             if name in self._of_other_stages:
@@ -195,19 +195,19 @@ class Decoder:
             getattr(self, path[0]).receive("", kind, tensor)
 
     def missing(self) -> list[str]:
-        """Parameters that have not come yet, in the order of the spec."""
+        """Parameters not loaded yet, in the order of the spec."""
         return [name for name in self._shapes if name in self._missing]
 
     @property
     def weight_bytes(self) -> int:
-        """Of the packed weights; norms and tables of rotations are small beside them."""
+        """Bytes of the packed weights; norms and rope tables are small and not counted."""
         ends = {id(each): each for each in (self.embed, self.head, self.positions, self.embed_in, self.embed_out)
                 if each is not None}
         inner = [each for layer in self.layers for each in (*layer.attn.linears, *layer.mlp.all_linears)]
         return sum(each.packed.nbytes for each in (*ends.values(), *inner) if each.is_loaded)
 
     def allocate_caches(self, num_blocks: Sequence[int], block_size: int) -> list[LayerCache]:
-        """One zeroed cache per layer, with `num_blocks[g]` blocks in those of cache group g."""
+        """One zeroed cache per layer, with `num_blocks[g]` blocks for layers of cache group g."""
         groups, found = self.spec.group_of_layer(), []
         for index in range(self.first_layer, self.last_layer):
             cache = self.ops.allocate_cache(self.shard.kv(index), num_blocks[groups[index]], block_size)
@@ -216,10 +216,10 @@ class Decoder:
         return found
 
     def forward(self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache]) -> ResidualStream:
-        """Token ids [T] (first stage) or hidden rows [T, hidden], which are used up, to the stream after the last
-        layer owned. The next stage of a pipeline gets its `settled` rows.
+        """From token ids [T] (first stage) or hidden rows [T, hidden], which are overwritten, to the residual stream
+        after this stage's last layer. The next pipeline stage gets its `settled` rows.
 
-        The final norm is part of `logits`, so that it runs only on the rows that are asked for.
+        The final norm is part of `logits`, so that it runs only on rows whose logits are needed.
         """
         stream = self._stream(x, ctx)
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -229,7 +229,7 @@ class Decoder:
     def forward_capturing(
         self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache], capture: Sequence[str]
     ) -> tuple[ResidualStream, dict[str, Tensor]]:
-        """As `forward`, with the named hidden states: "embed", or "layers.i" for what layer i puts out."""
+        """As `forward`; also returns the named hidden states: "embed", or "layers.i" for the output of layer i."""
         unknown = set(capture) - {"embed"} - {f"layers.{i}" for i in range(self.first_layer, self.last_layer)}
         if unknown:
             raise ConfigError(
@@ -248,8 +248,8 @@ class Decoder:
     def forward_some(
         self, x: Tensor, ctx: StepContext, caches: Sequence[LayerCache], kept: Sequence[int]
     ) -> ResidualStream:
-        """As `forward`, through only the layers `kept`: a rough guess at what all of them would give. Those of other
-        stages are left to these."""
+        """As `forward`, but through only the layers in `kept` (those of this stage): a cheap approximation that drafts
+        tokens (`skip_layers`)."""
         stream = self._stream(x, ctx)
         for index in (index for index in kept if self.first_layer <= index < self.last_layer):
             self.layers[index - self.first_layer](stream, ctx, caches[index - self.first_layer])
@@ -257,14 +257,14 @@ class Decoder:
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """Of the logits: the activations', but float32 where a soft cap is computed on top."""
+        """The activations' type, but float32 if a soft cap is applied to the logits."""
         return self.ops.dtype if self.spec.logit_softcap is None else torch.float32
 
     def logits(
         self, hidden: ResidualStream, ctx: StepContext | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """[R, vocab] of rows that came out of the last layer, which are used up; into `out` if given. Of a decoder that
-        is one tensor rank's share: `gathered_logits`."""
+        """Logits [R, vocab] of rows from the last layer, which are overwritten; into `out` if given. Tensor ranks that
+        share the vocabulary use `gathered_logits` instead."""
         rows = self._before_head(hidden, ctx)
         if self.spec.logit_softcap is None:
             return self.head(rows, ctx, out)
@@ -272,13 +272,13 @@ class Decoder:
         return capped if out is None else out.copy_(capped)
 
     def share_head(self, head: SharedHead) -> None:
-        """`head` computes the logits from now on, the same ones."""
+        """From now on compute logits through `head`, with the same result."""
         self._shared_head = head
 
     def gathered_logits(
         self, hidden: ResidualStream, ctx: StepContext | None = None, out: Tensor | None = None
     ) -> Tensor | None:
-        """As `logits`; where tensor ranks share the vocabulary, on those of them that draw, and None on the others."""
+        """As `logits`. If tensor ranks share the vocabulary: on the ranks that draw; None on the others."""
         if self._shared_head is None:
             return self.logits(hidden, ctx, out)
         rows = self._before_head(hidden, ctx)
@@ -297,16 +297,16 @@ class Decoder:
         cap = self.spec.logit_softcap
         if cap is None:
             return logits
-        # float64, because a vectorised float32 tanh may round differently at another place of the batch
+        # float64: a vectorised float32 tanh may round the same value differently at another place in the batch
         return (torch.tanh(logits.to(torch.float64) / cap) * cap).to(torch.float32)
 
     def resumed(self, rows: Tensor) -> ResidualStream:
-        """The stream after the last layer, of the rows that `forward` left settled."""
+        """The stream after the last layer, rebuilt from its settled rows."""
         return ResidualStream(self.ops, rows, self._fusable)
 
     def reach(self, ctx: StepContext) -> None:
-        """See to it that tables of positions hold those of a step. The forwards do so themselves. Who records them, or
-        runs recorded calls in their place, asks for it before: this is not among the calls."""
+        """Extend the rope tables to a step's positions. The forward methods call this. A caller that records a forward
+        or replays recorded calls must call it first, because it is not among the recorded calls."""
         if ctx is not self._ready and self._reached < self.max_model_len:
             self._compute_ropes(int(ctx.positions.numpy().max(initial=-1)) + 1)
             self._ready = ctx
@@ -339,7 +339,7 @@ def _check_ranks(shard: Shard, ranks: TensorGroup | None) -> None:
 
 
 def _checked_length(spec: DecoderSpec, max_model_len: int | None) -> int:
-    """Rotations go on past the trained length; a table of learned positions ends."""
+    """`max_model_len` checked: rope can go past the trained length, a table of learned positions cannot."""
     length = spec.max_positions if max_model_len is None else max_model_len
     if length < 1:
         raise ConfigError(f"max_model_len must be at least 1, not {length}", field="max_model_len")

@@ -1,4 +1,4 @@
-"""Lets waiting requests in: from their prompt, from what tiers hold of it, or with the KV that they had before."""
+"""Starts waiting requests: from the prompt, from KV that tiers hold of it, or with the KV they had before a swap."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from quire.scheduler.state import SchedulerState
 from quire.structured.gate import fail_if_slow, mask_ready
 
 _MOST_OVERTAKING = 64
-"""Requests that may begin before one that came earlier and waits for a prefix leader, a mask or KV under way."""
+"""Requests that may start before an earlier one that waits for a prefix leader, a mask or KV in transfer."""
 _MOST_ASIDE = 16
-"""Such requests that a step looks behind."""
+"""Requests that one step sets aside in this way."""
 
 
 class Admissions:
@@ -32,9 +32,9 @@ class Admissions:
         self._arriving = arriving
 
     def admit(self, draft: Draft) -> None:
-        """Those whose KV has come, then those who wait, in their order, while there is room."""
+        """Start requests whose KV has arrived, then waiting requests in queue order, while there is room."""
         state, running = self._state, self._state.roster.running
-        # Memory taken back for running sequences is theirs first: else a newcomer takes it again, for ever.
+        # Memory freed for running sequences goes to them first, or a new request would take it again, for ever.
         if (state.short and running) or not state.policy.admits(len(running)):
             return
         self._seat_arrived(draft)
@@ -44,12 +44,12 @@ class Admissions:
         finally:
             for request in reversed(aside):
                 state.waiting.put_back(request)
-        # What was still on the device after all is here already.
+        # A request started above may need no transfer after all, if its blocks were still on the device.
         self._seat_arrived(draft)
 
     def _admit_waiting(self, draft: Draft, aside: list[Request]) -> None:
-        """In the queue's order. A request that waits for something other than memory or tokens is set aside, and those
-        behind it go on; but only so many may pass it before the queue waits for it."""
+        """In queue order. A request that waits for something other than memory or token budget is set aside, and those
+        behind it may start; but only `_MOST_OVERTAKING` of them, then the queue waits for it."""
         state = self._state
         while draft.budget > 0 and len(state.waiting) and not draft.preempted:
             request = state.waiting.peek()
@@ -68,7 +68,7 @@ class Admissions:
                 break
 
     def _admit(self, draft: Draft, request: Request) -> AdmissionResult:
-        """Try to let in the request at the head of the queue."""
+        """Try to start the request at the head of the queue."""
         if not mask_ready(request.live[0]):
             if request.num_overtaken >= _MOST_OVERTAKING:
                 fail_if_slow(request)
@@ -86,20 +86,20 @@ class Admissions:
     def _begin(self, draft: Draft, request: Request) -> AdmissionResult:
         """Start a request from its prompt, or from all the tokens it knows after a preemption."""
         seq, cache = request.live[0], self._state.cache
-        # Siblings that have tokens of their own fork from the leader at the end of the prompt.
+        # Siblings that already have output tokens fork from the leader at the end of the prompt.
         held_at = seq.num_prompt_tokens if seq.num_output_tokens and len(request.live) > 1 else None
         known = held_at or len(seq.tokens)
-        # Log-probabilities of the prompt need the logits of every token of it, cached or not.
+        # Prompt log-probabilities need the logits of every prompt token, so a cached prefix is of no use.
         match, lookups = cache.no_match(), None
         if not seq.lacks_prompt_logprobs:
             lookups = self._lookups(request, seq, known)
             if lookups is None:
                 self._state.roster.arrive(request)
                 return AdmissionResult.DONE
-            # A cached prefix must include the window blocks that are to be sent to another engine.
+            # A cached prefix must include the window blocks that will be sent to another engine.
             most = known if request.windows_kept_at is None else min(known, request.windows_kept_at + 1)
             match = cache.match(seq.kv, seq.tokens, lookups, most)
-        # One slot more than is known: who cannot even hold the next token would be preempted at once.
+        # One slot more than known tokens: without room for the next token it would be preempted at once.
         length = min(len(seq.tokens) + 1, request.max_len)
         if match.num_outside:
             tokens = 1
@@ -118,7 +118,7 @@ class Admissions:
         return came
 
     def _lookups(self, request: Request, seq: Sequence, known: int) -> list[Lookup] | None:
-        """What the tiers have of its tokens; None if one cannot say at once."""
+        """The tiers' answers about its tokens; None if a tier cannot answer at once."""
         if request.computes:
             return []
         lookups = self._state.cache.ask(seq.kv, seq.tokens, known) if request.lookups is None else request.lookups
@@ -131,7 +131,7 @@ class Admissions:
         return lookups
 
     def _follows(self, draft: Draft, seq: Sequence, match: PrefixMatch, known: int) -> bool:
-        """Is another sequence computing the rest of its prefix, so that it will be cached soon?"""
+        """Is another sequence computing most of the missing prefix, so that it will be cached soon?"""
         running = self._state.roster.running
         if not running or seq.lacks_prompt_logprobs:
             return False
@@ -183,14 +183,14 @@ class Admissions:
     # ---- from a prompt that another engine computes
 
     def _asks_another_engine(self, request: Request) -> bool:
-        """It does so when it has its turn, and needs no row meanwhile; there are no more such requests than rows."""
+        """Ask when it is at the head of the queue; it needs no row meanwhile. At most `max_num_seqs` requests do so."""
         remote, seq = request.remote, request.live[0]
         if remote is None or remote.given_up or seq.num_output_tokens or request.swapped is not None:
             return False
         return len(self._state.roster.arriving) < self._state.limits.max_num_seqs
 
     def _reserve(self, request: Request) -> AdmissionResult:
-        """Reserve blocks for what the device lacks of a prompt. Who asks the other engine finds it in `asking`."""
+        """Reserve blocks for the part of the prompt that is not cached; `take_asking` then tells the other engine."""
         state, seq, remote = self._state, request.live[0], request.remote
         if remote is None:
             return AdmissionResult.LATER
@@ -216,10 +216,10 @@ class Admissions:
         state.asking.append((request, reservation))
         return AdmissionResult.DONE
 
-    # ---- with the KV that it had
+    # ---- with its swapped KV
 
     def _swap_in(self, draft: Draft, request: Request) -> AdmissionResult:
-        """Bring a request's KV back from the host; it goes on where it was."""
+        """Fetch a request's KV back from the host; it continues where it was."""
         swapped, swapper, roster = request.swapped, self._state.preemption.swapper, self._state.roster
         if swapped is None or swapper is None or not swapped.settled:
             return AdmissionResult.WAITS
@@ -227,7 +227,7 @@ class Admissions:
         if not seats or swapped.lost:
             roster.forget_swapped(request)
             return self._begin(draft, request)
-        # If no other request runs, its former number of blocks is enough: the pool held it before.
+        # If no other request runs, its former number of blocks suffices: the pool held it before.
         extra = 0
         if roster.running or roster.arriving:
             cache = self._state.cache
@@ -245,12 +245,12 @@ class Admissions:
         self._arriving.begin(request, fetch)
         return AdmissionResult.DONE
 
-    # ---- when its KV has come
+    # ---- when its KV has arrived
 
     def _seat_arrived(self, draft: Draft) -> None:
         state = self._state
         for request in self._arriving.arrived():
-            # Blocks taken back in this draft are for running requests, if there are any.
+            # Blocks freed by preemption in this draft are for running requests, if there are any.
             if draft.budget <= 0 or (draft.preempted and state.roster.running):
                 return
             seats = [seq for seq in request.live if seq.kv.tables]
@@ -260,7 +260,7 @@ class Admissions:
             self._planner.begin(draft, request)
 
     def _has_turn(self, draft: Draft, seats: list[Sequence]) -> bool:
-        """Are their masks there, and may prompts that are not computed to their end go on in this step?"""
+        """Are all masks there, and may unfinished prompts compute a chunk in this step?"""
         if not all(mask_ready(seq) for seq in seats):
             return False
         for seq in seats:

@@ -1,6 +1,6 @@
-"""What one step does and what came of it: the only words that scheduler and worker exchange.
+"""What one step computes and what it gave: all that scheduler and worker say to each other.
 
-Both are plain data, so any transport can carry them. The scheduler names the rows: ranks agree on them without talking.
+Both are plain data, so any transport can carry them. The scheduler assigns rows, so all ranks agree without talking.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ HOST = "host"
 
 @dataclass(slots=True)
 class RowStart:
-    """A sequence takes a row of the request table: all that the worker will ever need to know of it."""
+    """A sequence takes a row of the request table. This is everything the worker needs to know about it."""
 
     row: int
     token_ids: list[int]
-    """Shared by the samples of one prompt that start together: not to be changed."""
+    """Shared by samples of one prompt that start together: do not modify."""
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
@@ -35,7 +35,7 @@ class RowStart:
 
 @dataclass(slots=True)
 class BlockCopy:
-    """Copy one block of the device onto another. A plan's copies are made in their order, before its forward pass."""
+    """Copy one device block onto another. A plan's copies are made in order, before its forward pass."""
 
     group: int
     source: int
@@ -53,71 +53,71 @@ class BlockMove:
 
 @dataclass(slots=True)
 class TransferStart:
-    """Move blocks between the device and a tier beside the steps. No step waits for it, nor does it wait for one.
+    """Move blocks between the device and a tier while steps run. No step waits for it, and it waits for no step.
 
-    It begins after the copies of its plan. Until it has reported to be finished, no step reads or writes the device's
-    blocks that it fills, and none writes those that it copies out.
+    It begins after the copies of its plan. Until it reports that it has finished, no step reads or writes the device
+    blocks that it fills, and no step writes the blocks that it copies out.
     """
 
     number: int
     tier: str
     """A name such as "host"."""
     out: bool
-    """From the device to the tier, else back."""
+    """True: from the device to the tier. False: back."""
     moves: list[BlockMove] = field(default_factory=list)
-    """Made and reported in this order."""
+    """Moves are made and reported in this order."""
 
 
 @dataclass(slots=True)
 class TransferReport:
-    """How far a transfer has come; every transfer that was started reports until it is finished."""
+    """Progress of a transfer; every transfer that was started reports until it has finished."""
 
     number: int
     num_done: int
     """Moves made so far, counted from the first."""
     finished: bool = False
-    """It will not touch the device's blocks any more."""
+    """It will not touch device blocks any more."""
     error: str | None = None
-    """Why the moves after `num_done` will not be made."""
+    """Why the moves after the first `num_done` will not be made."""
 
 
 @dataclass(slots=True)
 class PlanEntry:
     """Compute `num_tokens` more tokens of the sequence in `row`, the first of them at position `start`.
 
-    One that computes one token and draws (`decodes`) may have masks, and nothing else of what follows `sample`: drafts
-    are among the tokens computed, whoever shares computes none, given tokens are of beams, which draw nothing, and
-    prompt log-probabilities are of tokens before the last. Plans cross to ranks on that understanding.
+    An entry that computes one token and draws (`decodes`) can have `masks`, but no other field after `sample`: with
+    drafts it computes more than one token, with `shares` none, beams (`given`, `candidates`) draw nothing, and prompt
+    log-probabilities concern tokens before the last. The encoding of plans for ranks relies on this.
     """
 
     row: int
     start: int
     num_tokens: int
     sample: bool
-    """Draw the token after the last computed one (false in the middle of a prompt)."""
+    """Draw the token after the last computed one; false in the middle of a prompt."""
     drafts: tuple[int, ...] = ()
-    """Proposed tokens: the last len(drafts) of `num_tokens`; their values are not in the table yet."""
+    """Draft tokens: the last len(drafts) of `num_tokens`. Their values are not in the request table yet."""
     prompt_logprobs_from: int | None = None
-    """First position of this chunk whose logits are wanted for prompt log-probabilities."""
+    """First position of this chunk whose logits are needed for prompt log-probabilities."""
     shares: int | None = None
-    """Compute nothing (`num_tokens` is 0) and draw from the logits of that row, which gets to `start` now."""
+    """Compute nothing (`num_tokens` is 0) and draw from the logits of this row, which reaches `start` in this step."""
     given: tuple[int, ...] = ()
-    """Values of the last len(given) of the tokens, chosen by the scheduler: the row takes them over first."""
+    """Values of the last len(given) tokens, chosen by the scheduler (beams): written to the row before the forward."""
     candidates: int = 0
-    """Draw nothing; report so many of the likeliest next tokens."""
+    """If not 0: draw nothing and report this many of the likeliest next tokens."""
     device_drafts: int = 0
-    """Up to so many of the last of `num_tokens` are drafts that the worker proposes itself, with a model."""
+    """Up to this many of the last of `num_tokens` are drafts that the worker proposes itself, with a model."""
     masks: bytes = b""
-    """Which tokens may be drawn, one bit for each of the vocabulary in words of 32, and the same again after each
-    draft; empty: all of them."""
+    """Which tokens may be drawn: one bit per token of the vocabulary, in 32-bit words; then one more such mask for each
+    draft, applied after it. Empty: all tokens."""
     parents: tuple[int, ...] = ()
-    """Of each draft, where they are a tree: the draft that it follows, -1: the text. A draft's place among `num_tokens`
-    is its number, its position that of its parent and one. Empty: each follows the one before it."""
+    """If the drafts are a tree: for each draft, the number of the draft that it follows, or -1 for the known text. A
+    draft's position is one more than its parent's. Empty: a chain, where each follows the one before it."""
     draft_depth: int = 0
-    """`device_drafts` are to be a tree, at most so deep; 0: a chain."""
+    """If not 0: `device_drafts` form a tree of at most this depth. 0: a chain."""
     judged: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
-    """Of drafts, once their result is known, for whoever watches: how many there were (the worker may have had fewer
-    than it was asked for), and of a tree the parents and the nodes that were accepted."""
+    """Set once the drafts' result is known, for observers: the number of drafts (the worker may have proposed fewer
+    than requested) and, for a tree, its parents and the accepted nodes."""
 
     @property
     def num_drafts(self) -> int:
@@ -129,20 +129,20 @@ class PlanEntry:
 
     @property
     def says_more(self) -> bool:
-        """More than a row, a range of tokens and whether to draw."""
+        """Whether it has more than a row, a range of tokens and whether to draw."""
         return bool(self.drafts or self.given or self.masks or self.candidates or self.device_drafts
                     or self.shares is not None or self.prompt_logprobs_from is not None)
 
     @property
     def drawn_at(self) -> int:
-        """The position of the first token that is drawn."""
+        """Position of the first token that is drawn."""
         return self.start + self.num_tokens - self.num_drafts
 
 
 @dataclass(slots=True)
 class StepPlan:
     """One step. The worker applies freed rows, starts, table diffs and copies, starts the transfers, then runs the
-    entries. The transfers of a step that is lost report all the same, those that were not started as failed."""
+    entries. Transfers of a lost step still report; those that were not started report as failed."""
 
     step: int
     freed_rows: list[int] = field(default_factory=list)
@@ -151,15 +151,15 @@ class StepPlan:
     copies: list[BlockCopy] = field(default_factory=list)
     transfers: list[TransferStart] = field(default_factory=list)
     cancels: list[int] = field(default_factory=list)
-    """Cancelled transfers: the worker may skip what it has not begun. Each still reports its end."""
+    """Cancelled transfers: the worker may skip moves it has not begun. Each still reports its end."""
     entries: list[PlanEntry] = field(default_factory=list)
     decoding: tuple[list[int], list[int]] | None = field(default=None, compare=False, repr=False)
-    """Rows and starts of the entries, where every one of them decodes and has no masks: whoever plans knows, and ranks
-    are told of such a step without a look at each entry. None: nothing is known. It does not cross to ranks."""
+    """Rows and starts of the entries, if every entry decodes and none has masks: lets such a step be encoded for ranks
+    without looking at each entry. None: not known. Not sent to ranks."""
     drafts_follow: bool = field(default=False, compare=False, repr=False)
-    """The next step will most likely ask for as many `device_drafts`: the worker may begin. It crosses to no rank."""
+    """The next step will most likely want the same `device_drafts`: the worker may begin them. Not sent to ranks."""
     head_rests: bool = field(default=False, compare=False, repr=False)
-    """No draft head will read these tokens: the worker need not keep their hidden states. It crosses to no rank."""
+    """No draft head will read these tokens: the worker need not keep their hidden states. Not sent to ranks."""
 
     @property
     def num_tokens(self) -> int:
@@ -168,23 +168,23 @@ class StepPlan:
 
 @dataclass(slots=True)
 class EntryResult:
-    """What one plan entry gave: 0 to k tokens, or an error that concerns this sequence alone."""
+    """The result of one plan entry: 0 to k tokens, or an error that concerns only this sequence."""
 
     tokens: list[int] = field(default_factory=list)
-    """With drafts: those that were accepted and one more. The KV of all but the last of them is valid."""
+    """With drafts: the accepted ones and one more token. The KV of all but the last is valid."""
     logprobs: list[LogprobRecord] | None = None
     prompt_logprobs: list[LogprobRecord] | None = None
     candidates: list[tuple[int, float]] | None = None
-    """(token, log-probability), likeliest first, where the entry asked for them."""
+    """(token, log-probability), likeliest first, if the entry asked for candidates."""
     error: str | None = None
     num_drafts: int = 0
-    """Drafts that were judged: fewer than asked for where the worker had fewer to propose."""
+    """Drafts that were verified; fewer than requested if the worker proposed fewer."""
     parents: tuple[int, ...] = ()
-    """Of those, where they were a tree."""
+    """Their parents, if they were a tree."""
     kept: tuple[int, ...] = ()
-    """Nodes of that tree that were accepted, from the text on."""
+    """Accepted nodes of that tree, from its root on."""
     undraftable: bool = False
-    """The worker's head was not fed with this text (`head_rests`): it will have no drafts. It crosses to no rank."""
+    """The draft head has not seen this text (`head_rests`), so it will have no drafts. Not sent to ranks."""
 
 
 @dataclass(slots=True)
@@ -194,4 +194,4 @@ class StepResult:
     step: int
     entries: list[EntryResult]
     arrivals: list[TransferReport] = field(default_factory=list)
-    """News of transfers, of this plan or earlier ones. Without a step they come through the executor."""
+    """Progress of transfers of this or earlier plans. Without a step, reports come through the executor."""

@@ -1,7 +1,7 @@
 """A request, its sequences and their life cycle.
 
-A sequence's progress is two numbers: the tokens it knows and the tokens it has KV for. Everything that
-happens to it (a chunk of prompt, a cache hit, a preemption, a refused draft) is a change of those.
+A sequence's progress is two numbers: how many tokens it knows and how many of them have KV. Everything that
+happens to it (a prompt chunk, a prefix hit, a preemption, a rejected draft) changes one of these numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Status(enum.Enum):
     """Its grammar is being compiled."""
     WAITING = "waiting"
     ARRIVING = "arriving"
-    """Its KV is on the way from another tier, or a tier is being asked for it."""
+    """Its KV is being transferred from another tier or engine, or a tier was asked for it and has not answered."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -45,11 +45,11 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One stream of tokens of a request.
+    """One token sequence of a request.
 
-    `num_computed` counts tokens whose KV exists, is being written by a submitted plan or is on its way; `num_confirmed`
-    those whose step has come back or whose arrival was reported; `num_pending` tokens drawn by a submitted plan but
-    not known here yet.
+    `num_computed`: tokens whose KV exists, is being written by a submitted plan, or is in transfer. `num_confirmed`:
+    those of them whose step has returned or whose transfer has reported. `num_pending`: tokens that a submitted plan
+    draws and whose values are not known here yet.
     """
 
     request: Request
@@ -62,20 +62,20 @@ class Sequence:
     kv: SequenceKV = field(default_factory=SequenceKV)
     row: int = -1
     epoch: int = 0
-    """Raised when the sequence leaves its row, so that late results of the old row are dropped."""
+    """Incremented when the sequence leaves its row, so that late results for the old row are dropped."""
     held_at: int | None = None
-    """Computes no further than this many tokens, until its siblings have been forked from it there."""
+    """Compute no further than this many tokens until the siblings have been forked from it there."""
     grammar: SequenceGrammar | IsolatedSequence | None = None
-    """Where it stands in the grammar that its output must follow: a function of its output."""
+    """State of the grammar that its output must follow; depends only on the output."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
     cumulative_logprob: float | None = None
-    """Of a beam that has ended: the sum of its tokens' log-probabilities."""
+    """For a finished beam: the sum of its tokens' log-probabilities."""
     score: float | None = None
-    """That sum after the length penalty."""
+    """`cumulative_logprob` after the length penalty."""
     lease: int | None = None
-    """Number of the lease under which its blocks are kept, once it has ended."""
+    """Number of the lease that keeps its blocks after it has ended."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,18 +96,18 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Log-probabilities of prompt tokens were asked for and some are still to be computed."""
+        """Whether prompt log-probabilities were requested and some are not computed yet."""
         request = self.request
         return (request.params.prompt_logprobs is not None
                 and request.prompt_logprobs_done < self.num_prompt_tokens - 1)
 
     def own_tokens(self) -> None:
-        """It takes a row and will have tokens of its own: no list is shared from now on."""
+        """Stop sharing the prompt's token list: the sequence takes a row and will append to its own copy."""
         if self.tokens is self.request.prompt_token_ids:
             self.tokens = list(self.tokens)
 
     def rewind(self) -> None:
-        """Leave the row with no KV: what preemption by recompute does, once the cache has the blocks back."""
+        """Leave the row with no KV, as preemption by recompute does once the cache has the blocks back."""
         self.num_computed = self.num_confirmed = self.num_pending = 0
         self.row = -1
         self.held_at = None
@@ -115,7 +115,7 @@ class Sequence:
 
     @property
     def num_keepable(self) -> int:
-        """Tokens whose KV is surely written and worth keeping: the last one is computed to draw the next."""
+        """Tokens whose KV is known to be written and worth keeping. The last one is computed again to draw the next."""
         return min(self.num_confirmed, len(self.tokens) - 1)
 
 
@@ -130,20 +130,20 @@ class RequestCounts:
     swaps_out: int = 0
     swaps_in: int = 0
     swap_bytes: int = 0
-    """Out and back."""
+    """Both directions."""
     copies_on_write: int = 0
     tier_hits: int = 0
-    """Blocks that another tier brought back, instead of computing them."""
+    """Blocks fetched from another tier instead of computed."""
     tier_hit_tokens: int = 0
     decode_steps: int = 0
-    """Where speculation is on: steps that computed tokens after the prompt."""
+    """With speculation: steps that computed tokens after the prompt."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt with its parameters, waiting, running or finished as one."""
+    """A prompt, its parameters and its sequences, which wait, run and finish together."""
 
     request_id: str
     prompt_token_ids: TokenSequence[int]
@@ -155,56 +155,56 @@ class Request:
     priority: int = 0
     """Lower goes first, as in vLLM."""
     cache_key: bytes = b""
-    """Root of the hash chain: salt, adapter, tenant; requests that differ here never share KV."""
+    """Root of the hash chain, made from the cache salt; requests with different keys never share KV."""
     tenant: str = ""
-    """On whose account it runs, where the queue is fair."""
+    """Whose token count it is charged to in a fair queue."""
     beams: BeamSearch | None = None
-    """Its sequences are beams that this steers, instead of samples."""
+    """Beam search: steers the sequences, which are beams then. None: they are samples."""
     places: list[Sequence] = field(default_factory=list)
-    """Which sequence is which of the beams."""
+    """The sequence of each beam, by the beam's place in the search."""
     arrival_index: int = 0
     max_len: int = 0
-    """Most tokens, prompt included, that one of its sequences may have; the scheduler fills it in."""
+    """Most tokens, including the prompt, that one of its sequences may have; set by the scheduler."""
     status: Status = Status.WAITING
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when the request was first admitted."""
     num_preemptions: int = 0
     num_overtaken: int = 0
-    """Requests behind it in the queue that began while it waited for something other than memory."""
+    """Requests behind it in the queue that started while it waited for something other than memory."""
     prompt_logprobs_done: int = 0
     grammar: PendingGrammar | RequestGrammar | None = None
-    """The grammar of its output, perhaps still being compiled."""
+    """The grammar of its output, which may still be compiling."""
     start_grammar: Callable[[frozenset[int]], SequenceGrammar | IsolatedSequence] | None = None
-    """Begins that grammar for one sequence, given the ids that end it; the scheduler fills it in."""
+    """Starts that grammar for one sequence, given the ids that end it; set once it is compiled."""
     refusal: InvalidRequestError | None = None
-    """Why its grammar cannot be used, which shows only once it is compiled."""
+    """Why its grammar cannot be used; known only once it is compiled."""
     first_scheduled_time: float | None = None
     swapped: SwappedKV | None = None
-    """Its KV, where preemption has moved that out of the device."""
+    """Its KV, if preemption moved it off the device."""
     lookups: list[Lookup] | None = None
-    """What tiers were asked for it that could not say at once."""
+    """Lookups in tiers that did not all answer at once."""
     fetch: Fetch | None = None
-    """KV that it waits for."""
+    """The KV transfer it waits for."""
     reservation: int | None = None
     """Number of the reservation into which another engine writes its KV."""
     remote: RemotePrefill | None = None
-    """Another engine is asked to compute its prompt."""
+    """Set if another engine is asked to compute its prompt."""
     windows_kept_at: int | None = None
-    """Window blocks that a token at this position sees are kept: they are to be sent to another engine."""
+    """Keep the window blocks that a token at this position can see: they will be sent to another engine."""
     computes: bool = False
-    """Its KV did not come: it computes what the device lacks, and asks no tier again before it has run."""
+    """Its KV did not arrive: compute what the device lacks, and ask no tier again before it has run."""
     lease_seconds: float | None = None
     """Seconds that its finished sequences keep their blocks for another engine to fetch."""
     counts: RequestCounts = field(default_factory=RequestCounts)
     stop_ids: frozenset[int] = field(init=False)
-    """Ids that end a sequence: the request's own and, unless it ignores them, those that end any."""
+    """Ids that end a sequence: the request's stop ids and, unless `ignore_eos`, the end-of-sequence ids."""
     width: int = field(init=False)
-    """Most sequences it has at once."""
+    """Most sequences it may have at once."""
     grouped: bool = field(init=False)
     """It may have several sequences, or beams."""
     worker_params: SamplingParams = field(init=False)
-    """As the worker sees them: who ranks sequences needs the log-probabilities of what was drawn."""
+    """Parameters for the worker: with log-probabilities of drawn tokens if the sequences are ranked by them."""
 
     def __post_init__(self) -> None:
         params = self.params
@@ -215,13 +215,13 @@ class Request:
         ranked = self.beams is None and params.ranked and params.logprobs is None
         self.worker_params = replace(params, logprobs=0) if ranked else params
         if not self.sequences:
-            # Beams part only after the first step; samples are known to be many from the start.
+            # A beam request starts with one sequence and forks after the first step; samples all exist from the start.
             for _ in range(self.width if self.beams is None else 1):
                 self.add_sequence()
         self.places = self.sequences[:1]
 
     def add_sequence(self) -> Sequence:
-        # Those that wait to be forked share the prompt's tokens; who gets a row gets its own (`Sequence.own_tokens`).
+        # Sequences that wait to be forked share the prompt's token list until they get a row (`Sequence.own_tokens`).
         first = not self.sequences
         tokens = list(self.prompt_token_ids) if first else self._shared_prompt()
         seq = Sequence(self, len(self.sequences), tokens, self.num_prompt_tokens, kv=SequenceKV(self.cache_key))
@@ -238,17 +238,17 @@ class Request:
         return len(self.prompt_token_ids)
 
     def needs_values(self, known: int) -> bool:
-        """Must tokens in flight come back before more is planned? At `known` tokens there may be no more to plan, and
-        what a grammar allows depends on what was drawn."""
+        """Must tokens in flight return before more is planned? Yes at `max_len`, where nothing may be left to plan, and
+        with a grammar, whose next mask depends on the token drawn."""
         return known >= self.max_len or self.start_grammar is not None
 
     def named_stop(self, token: int) -> int | None:
-        """The id, if it is one of those that the request itself named as ends."""
+        """The token if it is one of the request's own stop ids, else None (end of sequence)."""
         return token if token in (self.params.stop_token_ids or ()) else None
 
     @property
     def rows_wanted(self) -> int:
-        """Rows that it needs, now or soon."""
+        """Rows that it needs now or will need."""
         return len(self.live) if self.beams is None else self.width
 
     @property

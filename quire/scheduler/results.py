@@ -1,4 +1,4 @@
-"""Takes in what a step gave for one sequence: KV confirmed, tokens appended, blocks published, ends recognised."""
+"""Processes a step's result for one sequence: confirms KV, appends tokens, publishes blocks, recognises the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Results:
             if accepted:
                 cut_at_stop(result, seq.request.stop_ids)
             state.speculator.took(seq, entry, result, accepted)
-            if entry.num_tokens > 1 and entry.num_drafts:  # Refused, or after the end: neither tokens nor KV.
+            if entry.num_tokens > 1 and entry.num_drafts:  # Drafts rejected, or after the end, have no KV.
                 entry.judged = result.num_drafts, result.parents, result.kept[: len(tokens)]
                 end = seq.num_computed = entry.start + len(tokens)
         seq.num_confirmed = end
@@ -54,7 +54,7 @@ class Results:
             self._forks.report(seq, result)
 
     def take_first_token(self, seq: Sequence, first: FirstToken) -> None:
-        """The engine that computes the prompt has drawn the first token. It stands whatever becomes of the KV."""
+        """Append the first token, drawn by the engine that computes the prompt. It stands even if the KV is lost."""
         seq.own_tokens()
         seq.tokens.append(first.token)
         seq.num_computed = seq.num_prompt_tokens
@@ -71,7 +71,7 @@ class Results:
             if end // cache.block_size > seq.kv.num_registered:
                 cache.publish(seq.kv, seq.tokens, end)
             if cache.has_windows:
-                # Drafts in flight may be refused: what the token after them can see begins earlier.
+                # Drafts in flight may be rejected: the token after them would then see earlier blocks.
                 ahead = min(seq.num_computed, seq.num_tokens - 1) if seq.num_pending else seq.num_computed
                 kept_at = seq.request.windows_kept_at
                 cache.leave_window(seq.kv, ahead if kept_at is None else min(ahead, kept_at))

@@ -1,4 +1,4 @@
-"""Plans the sequences that run: the next token, the next chunk of a prompt, drafts where there is room for them."""
+"""Plans the running sequences: the next token, the next prompt chunk, and drafts if there is room for them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class RunningPlanner:
         self._giving_way = giving_way
 
     def sort(self, draft: Draft) -> None:
-        """Who runs and lacks one token, and who lacks more."""
+        """Sort running sequences into those that need one token (decoding) and those that need more (prefilling)."""
         stages = self._state.limits.num_stages
         in_flight = 0
         for request in self._state.roster.running.values():
             for seq in request.sequences:
                 known = seq.held_at or len(seq.tokens) + seq.num_pending
                 todo = known - seq.num_computed
-                # Without a row it is finished; it may have to wait for its tokens in flight, or for its mask.
+                # Skip sequences that are finished (no row), or wait for their tokens in flight or for their mask.
                 if (seq.row < 0 or todo < 1 or (seq.num_pending and (stages > 1 or request.needs_values(known)))
                         or not mask_ready(seq)):
                     in_flight += seq.row >= 0
                     continue
                 (draft.decoding if todo == 1 else draft.prefilling).append(seq)
         if stages > 1:
-            # All that decode, dealt evenly to the stages: those in flight are the share of others.
+            # Pipeline stages share decoding sequences evenly: those in flight are the share of the other stages.
             del draft.decoding[-(-(len(draft.decoding) + in_flight) // stages) :]
         speculator = self._state.speculator
         if speculator is not None and draft.decoding:
@@ -45,8 +45,8 @@ class RunningPlanner:
             draft.proposals = self._state.roster.compiling.with_masks(draft.proposals, draft.decoding)
 
     def begin(self, draft: Draft, request: Request) -> None:
-        """Plan a request that has just got rows, with KV of before. Its siblings fork first where all of the prompt has
-        come: the leader has nothing to compute until they have."""
+        """Plan a request that has just got rows and already has KV. If its whole prompt is computed, its siblings fork
+        first: the leader has nothing to compute until they have."""
         if request.request_id in self._state.roster.forking:
             self._forks.fork_resumed()
         self.go_on(draft, [seq for seq in request.live if mask_ready(seq)])
@@ -86,7 +86,7 @@ class RunningPlanner:
                 return
 
     def _plan_drafts(self, draft: Draft, seq: Sequence, drafts: Drafts) -> bool:
-        """One token and its drafts, if blocks for the drafts are free; drafts never preempt a sequence."""
+        """Plan one token and its drafts, if blocks for the drafts are free; drafts never preempt a sequence."""
         start, tokens = seq.num_computed, 1 + drafts.count
         if not self._state.chunks.takes_drafts(draft, start, tokens):
             return False
@@ -105,7 +105,7 @@ class RunningPlanner:
         return True
 
     def plan(self, draft: Draft, seq: Sequence, tokens: int) -> None:
-        """Compute so many tokens of a sequence that has slots for them."""
+        """Plan `tokens` more tokens of a sequence that has slots for them."""
         request = seq.request
         start = seq.num_computed
         end = start + tokens

@@ -1,7 +1,7 @@
-"""Plans each step: who computes how many tokens, who waits, who is preempted; and takes in what came of it.
+"""Plans each step (which sequences compute how many tokens, which wait, which are preempted) and processes its result.
 
-It knows no prefill phase and no decode phase, only sequences that know more tokens than they have KV for. What it does
-with them is in the files beside it: `admission`, `arriving`, `running`, `forks`, `giving_way`, `results`, `endings`.
+There is no prefill phase and no decode phase, only sequences that know more tokens than they have KV for. The work is
+in the files beside this one: `admission`, `arriving`, `running`, `forks`, `giving_way`, `results`, `endings`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from quire.speculation.speculator import Speculator
 from quire.structured.gate import GRAMMAR_END, add_masks
 
 _OUTSIDE_SECONDS = 1.0
-"""Seconds to wait for blocks that another engine still reads or may write, before looking again."""
+"""Seconds between two looks at blocks that another engine still reads or may write."""
 
 
 class Scheduler:
-    """Continuous batching over a `KVCacheManager`: no tensors, and no clock but the one it is given."""
+    """Continuous batching over a `KVCacheManager`. No tensors, and no clock but the one passed in."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class Scheduler:
         self._roster = Roster(cache, self.waiting, self.preemption, self.stats, limits.max_num_seqs)
         self.running, self.compiling = self._roster.running, self._roster.compiling
         self.arriving = self._roster.arriving
-        """Requests whose KV is on its way."""
+        """Requests whose KV is in transfer."""
         self.peer_metrics: Callable[[], dict[str, int | float]] | None = None
-        """What is counted of work for and by other engines, where there are any."""
+        """Metrics of the work exchanged with other engines, if there are any."""
         self._clock = clock
         self._pacer = pacer
         self._state = state = SchedulerState(
@@ -93,7 +93,7 @@ class Scheduler:
 
     @speculator.setter
     def speculator(self, speculator: Speculator | None) -> None:
-        """Between requests: None ends drafts."""
+        """Set between requests only; None turns speculation off."""
         self._state.speculator = speculator
 
     # ---- requests come and go
@@ -109,12 +109,12 @@ class Scheduler:
         self._roster.add(request)
 
     def take_asking(self) -> list[tuple[Request, Reservation]]:
-        """Requests whose prompt another engine is to compute, since the last call."""
+        """Requests since the last call whose prompt another engine is to compute."""
         asking, self._state.asking = self._state.asking, []
         return asking
 
     def take_first_token(self, request: Request, first: FirstToken) -> bool:
-        """The engine that computes an arriving request's prompt has drawn its first token; false if none is due."""
+        """Append the first token, drawn by the engine that computes the request's prompt; false if none is due."""
         if request.status is not Status.ARRIVING or request.fetch is None or not request.fetch.token_due:
             return False
         request.fetch.token_due = False
@@ -122,7 +122,7 @@ class Scheduler:
         return True
 
     def go_without(self, request: Request, reason: str) -> None:
-        """No other engine computes its prompt, or not all of it: the request goes on with what has come of it."""
+        """No other engine computes the prompt, or only a part: the request continues with the KV that has arrived."""
         if request.remote is not None:
             request.remote.given_up = True
         if request.reservation is not None:
@@ -132,7 +132,7 @@ class Scheduler:
             self._arrivals.look()
 
     def abort(self, request_id: str) -> bool:
-        """Stop a request wherever it is and free all it holds; false if there is no such request."""
+        """End a request in whatever state it is and free all it holds; false if there is no such request."""
         request = self._roster.requests.get(request_id)
         if request is None:
             return False
@@ -141,7 +141,7 @@ class Scheduler:
         return True
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a sequence from outside, as a stop string does. No update is emitted: the caller knows."""
+        """End a sequence from outside, as a stop string does. Emits no update, because the caller knows."""
         if seq.finished:
             return
         request = seq.request
@@ -150,7 +150,7 @@ class Scheduler:
         if not inherited:
             self._giving_way.requeue(request, PreemptionReason.LOST, may_move=False)
         elif request.status is Status.ARRIVING and not any(other.kv.tables for other in request.live):
-            # What was on its way was for the one that has ended.
+            # The KV in transfer was for the sequence that has ended.
             self._giving_way.requeue(request, PreemptionReason.LOST, may_move=False)
 
     @property
@@ -168,7 +168,7 @@ class Scheduler:
 
     @property
     def on_preempt(self) -> Callable[[Request, PreemptionReason], None] | None:
-        """Told of every preemption, once it is done."""
+        """Called after every preemption."""
         return self._giving_way.on_preempt
 
     @on_preempt.setter
@@ -176,17 +176,17 @@ class Scheduler:
         self._giving_way.on_preempt = told
 
     def tell_of_starts(self, told: Callable[[Request], None]) -> None:
-        """Call `told` with every request that begins for the first time."""
+        """Call `told` with every request when it starts for the first time."""
         self._state.on_start = told
 
     def take_updates(self) -> list[SequenceUpdate]:
-        """News since the last call, in order."""
+        """Updates since the last call, in order."""
         return self._endings.take_updates()
 
     # ---- planning
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run before a result or KV comes in."""
+        """The next step, or None if nothing can run before a result or KV arrives."""
         self.look()
         if self.cache.tiers:
             self.cache.begin_draft(self._roster.rows.num_taken)
@@ -212,7 +212,7 @@ class Scheduler:
         return self._submit(draft) if draft.planned or moves else None
 
     def _submit(self, draft: Draft) -> StepPlan:
-        """Turn the draft into a plan and move the sequences' progress to its end."""
+        """Turn the draft into a plan and advance the sequences' `num_computed` and `num_pending` past it."""
         self._steps += 1
         freed, starts = self._roster.rows.take_changes()
         plan = StepPlan(self._steps, freed_rows=freed, starts=starts)
@@ -257,10 +257,10 @@ class Scheduler:
         if transfers.cancels:
             plan.cancels = transfers.take_cancels()
 
-    # ---- KV on its way
+    # ---- KV in transfer
 
     def arrived(self, reports: list[TransferReport]) -> None:
-        """Take in news of transfers, whether a step brought them or not."""
+        """Process transfer reports, whether or not they came with a step's result."""
         for report in reports:
             try:
                 self.cache.transfers.report(report.number, report.num_done, report.finished, report.error)
@@ -270,7 +270,7 @@ class Scheduler:
             self._arrivals.look()
 
     def look(self) -> None:
-        """See what has arrived, what is late, and which lookups were answered."""
+        """Check which KV has arrived, what is late, and which lookups were answered."""
         if self.arriving or self.cache.transfers.under_way or len(self.cache.leases) or len(self.cache.reservations):
             self.cache.expire(self._clock())
         if self.arriving:
@@ -278,7 +278,7 @@ class Scheduler:
 
     @property
     def awaits_until(self) -> float | None:
-        """By the scheduler's clock, when it will stop waiting for something from outside, if it waits for anything."""
+        """When it will stop waiting for something from outside, by its own clock; None if it waits for nothing."""
         ends = [lookup.deadline for request in self.arriving.values() for lookup in request.lookups or ()
                 if not lookup.settled]
         if self.cache.held_outside:
@@ -294,7 +294,7 @@ class Scheduler:
     # ---- results
 
     def update(self, result: StepResult) -> None:
-        """Take in the oldest step in flight: confirm KV, append tokens, stop what is done."""
+        """Process the result of the oldest step in flight: confirm KV, append tokens, end finished sequences."""
         self.arrived(result.arrivals)
         plan, planned = self._in_flight[0]
         if plan.step != result.step or len(result.entries) != len(planned):
@@ -303,21 +303,21 @@ class Scheduler:
             return
         self._retire_step(result.entries)
         for (seq, entry, epoch), entry_result in zip(planned, result.entries, strict=True):
-            # Who finished, or was preempted, after the plan was made has left this row.
+            # A sequence that finished or was preempted after the plan was made has left this row.
             if seq.epoch == epoch:
                 self._results.take_in(seq, entry, entry_result)
         self.compiling.ask_now()
 
     def fail_step(self, message: str) -> None:
-        """The oldest step in flight was lost: its sequences end with an error, everyone else goes on.
+        """The oldest step in flight was lost: its sequences end with an error, all others continue.
 
-        Its transfers report by themselves, all the same.
+        The step's transfers still report by themselves.
         """
         plan = self._in_flight[0][0]
         for seq, _, epoch in self._retire_step():
             if seq.epoch == epoch:
                 self._endings.finish(seq, FinishReason.ABORT, error=message)
-        # Who got a row in it without computing anything: the worker may not know of that.
+        # Sequences that got a row in this plan without computing anything: the worker may not know of that row.
         started = {start.row for start in plan.starts}
         for request in list(self.running.values()):
             if any(seq.row in started for seq in request.live):
@@ -342,15 +342,15 @@ class Scheduler:
         return planned
 
     def fail_stuck(self) -> None:
-        """Requests are left, nothing is in flight or on its way, nothing could be planned: end the one in the way."""
+        """Requests remain, nothing is in flight or in transfer, nothing could be planned: end the one that blocks."""
         if self._state.gave_way or self.examine():
             return
-        # Who holds memory and cannot go on is in the way of those who wait for it.
+        # A request that holds memory and cannot continue blocks those that wait for memory.
         holding = self.running or any(request.fetch is not None for request in self.arriving.values())
         if not holding and not len(self.waiting):
             return
         request = self._roster.victim() if holding else self.waiting.peek()
-        # With an error one sequence ends its whole group.
+        # A sequence that ends with an error ends its whole group.
         self._endings.finish(request.live[0], FinishReason.ABORT,
                              error="the KV pool has no room left for this request")
 
@@ -358,19 +358,18 @@ class Scheduler:
 
     @property
     def broken(self) -> bool:
-        """Something contradicted itself, and nothing has been started afresh since."""
+        """Whether the bookkeeping contradicted itself and the cache was not reset since."""
         return self._endings.broken
 
     @property
     def at_rest(self) -> bool:
-        """Nothing runs and no blocks are being moved: what is broken can be mended."""
+        """Nothing runs and no blocks are being moved, so the cache can be reset."""
         return not self.running and not self.arriving and not self._in_flight and self.cache.resettable
 
     def examine(self) -> bool:
-        """For an engine at rest: check everything, and start the cache afresh if anything is or was wrong.
+        """For an engine at rest: check everything, and reset the cache if anything is or was wrong; true if it was.
 
-        True if it had to. While sequences run, or blocks are being moved, nothing is mended: those concerned find out
-        themselves.
+        Does nothing while sequences run or blocks are being moved; an affected sequence raises its own error then.
         """
         if not self.at_rest:
             return False
@@ -378,14 +377,14 @@ class Scheduler:
         return self.mend()
 
     def examination(self) -> Iterator[None]:
-        """What `examine` checks, in parts; notes what is wrong. It holds only while nothing changes between them."""
+        """The checks of `examine`, in parts; notes what is wrong. Valid only if nothing changes between the parts."""
         try:
             yield from self._checks()
         except InvariantError as error:
             self._endings.note_broken(error)
 
     def mend(self) -> bool:
-        """Start the cache of an engine at rest afresh if something was found wrong; true if it was."""
+        """Reset the cache of an engine at rest if something was found wrong; true if it was."""
         if not self._endings.broken or not self.at_rest:
             return False
         for request in self.waiting:
@@ -396,7 +395,7 @@ class Scheduler:
         return True
 
     def check(self) -> None:
-        """Every invariant of the cache against the sequences that hold it; for idle moments and tests."""
+        """Check every cache invariant against the sequences that hold blocks; raises. For idle moments and tests."""
         finish(self._checks())
 
     def _checks(self) -> Iterator[None]:

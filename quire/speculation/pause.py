@@ -28,7 +28,7 @@ class Pause:
     seconds: float = 0.0
 
     def holds(self, planned: list[Planned]) -> bool:
-        """Whether a step of plain decodes is one of this pause, if its sequences were those to decode. A sequence that was
+        """Whether a step of plain decodes is one of this pause, if its sequences were those to decode. A sequence
         admitted in place of a preempted one is the first or the last of the step."""
         mine = self.sequences
         return (self.left > 0 and len(planned) == len(mine) and planned[0][0] is mine[0]

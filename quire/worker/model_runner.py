@@ -30,18 +30,18 @@ from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
 
 _PROMPT_LOGITS_ROWS = 64
-"""Prompt positions whose logits exist at once: a vocabulary wide, they would outgrow the model otherwise."""
+"""Prompt positions whose logits exist at once; each is a vocabulary wide, so a long prompt's would fill the memory."""
 
 
 LogitsUse = tuple[Tensor | slice | None, Callable[[Tensor], None]]
-"""Rows of a step whose logits are wanted (None: all of them), and what is done with them where tokens are drawn."""
+"""Rows of a step whose logits are needed (None: all), and the function that uses them on the rank that draws."""
 
 
 class ModelRunner:
-    """Executes plan entries and decides nothing.
+    """Executes plan entries; makes no scheduling decision.
 
-    Where ranks share the model, every rank runs every step. One of them draws (`Place.is_sampler`) and has the results;
-    the tensor ranks of its stage are told what was drawn, those of earlier stages by `learn`.
+    If ranks share the model, every rank runs every step. One rank draws (`Place.is_sampler`) and returns the results.
+    The other tensor ranks of its stage are told the tokens within the step, ranks of earlier stages through `learn`.
     """
 
     def __init__(self, decoder: Decoder, cache: CacheEngine, table: RequestTable, drafter: Proposer | None = None,
@@ -52,12 +52,12 @@ class ModelRunner:
         self._sampling = CpuSampling()
         self.drafter = drafter
         self._rejection = rejection
-        """Judge drafts by rejection; else a draft is kept if it is what the target draws."""
+        """Verify drafts by rejection sampling; otherwise a draft is kept if it equals what the target draws."""
         self._undecided: dict[int, PlanEntry] = {}
-        """By row, on a stage that does not draw: the tree of its last step, until `learn` says what was kept."""
+        """By row, on a stage that does not draw: the last entry with a draft tree, until `learn` says what was kept."""
 
     def run(self, entries: Sequence[PlanEntry]) -> list[EntryResult]:
-        """Results in the order of the entries; on ranks that do not draw there are none."""
+        """Results in the order of the entries; empty on ranks that do not draw."""
         if not entries:
             return []
         guesses: dict[int, Tensor] = {}
@@ -65,7 +65,7 @@ class ModelRunner:
             self.drafter.model.written(entries)
             if any(entry.device_drafts for entry in entries):
                 entries, guesses = self.drafter.propose(entries)
-        # Who shares another's logits computes nothing.
+        # Entries that share another row's logits compute nothing.
         computing = [entry for entry in entries if entry.num_tokens]
         ids, ctx = step_inputs(self._table, computing)
         hidden = self._forward(ids, ctx)
@@ -87,21 +87,21 @@ class ModelRunner:
             except Exception as error:
                 if self._passes.alone:
                     raise
-                failure = error  # the other ranks go on to the end of the step, and so must this one
+                failure = error  # other ranks continue to the end of the step, so this one must too
         if uses:
             self._agree(entries, results, failure)
         return results if self._passes.place.is_sampler else []
 
     def _forward(self, ids: Tensor, ctx: StepContext) -> ResidualStream:
-        """The stream after the last layer; who drafts from hidden states is shown them."""
+        """The stream after the last layer; also passes hidden states to a drafter that reads them."""
         states = () if self.drafter is None else self.drafter.model.states
         if self.drafter is None or not states:
             return self._passes.forward(ids, ctx, self._cache.layers)
         return self._passes.forward_watched(ids, ctx, self._cache.layers, states, self.drafter.model.watched)
 
     def _agree(self, entries: Sequence[PlanEntry], results: list[EntryResult], failure: Exception | None) -> None:
-        """The rows take over the tokens that were drawn, on every tensor rank of this stage. The KV of a tree's kept
-        branch goes where it belongs, before anybody can read it there."""
+        """Append the drawn tokens to the rows, on every tensor rank of this stage, and move the KV of a draft tree's
+        accepted branch to its final slots before anything reads them."""
         mine = [result.tokens for result in results] if self._passes.place.is_sampler else None
         kept: list[tuple[int, int, int]] = []
         for entry, tokens in zip(entries, self._passes.tell_group(mine, failure), strict=True):
@@ -112,11 +112,11 @@ class ModelRunner:
             self._cache.move_tokens(self._table, kept)
 
     def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
-        """These tokens were drawn for a row on a later stage, the first of them for `position`. A row that is empty is
-        left alone.
+        """These tokens were drawn for a row by a later pipeline stage, the first of them at `position`. Does nothing if
+        the row is empty.
 
-        The sequence has not been planned since, and what was drawn counts as written only when the engine knows of it:
-        plans that could read the slots of a kept branch come with these tokens, or after them.
+        Moving a kept branch here is safe: the sequence has not been planned since, and no plan reads the slots of a
+        kept branch before the engine knows these tokens. Such a plan arrives with them or after them.
         """
         if not tokens or self._table.is_empty(row):
             return
@@ -128,7 +128,7 @@ class ModelRunner:
                 self._cache.move_tokens(self._table, kept)
 
     def restart(self, row: int) -> None:
-        """The row belongs to another sequence from now on."""
+        """The row belongs to a new sequence from now on."""
         self._undecided.pop(row, None)
         if self.drafter is not None:
             self.drafter.model.restart(row)
@@ -143,7 +143,7 @@ class ModelRunner:
 
     def _uses(self, entries: Sequence[PlanEntry], ends: list[int], results: list[EntryResult],
               guesses: dict[int, Tensor]) -> Iterator[LogitsUse]:
-        """Everything for which logits are wanted, the same on all tensor ranks."""
+        """Everything that needs logits, in the same order on all tensor ranks."""
         for entry, end, result in zip(entries, ends, results, strict=True):
             if entry.prompt_logprobs_from is not None:
                 yield from self._prompt_logprobs(entry, end - entry.num_tokens, result)
@@ -159,7 +159,7 @@ class ModelRunner:
 
     def _draw(self, entries: Sequence[PlanEntry], drawing: list[int], results: list[EntryResult],
               guesses: dict[int, Tensor], logits: Tensor) -> None:
-        """Tokens for the entries that reach the end of what their sequence knows, drafts judged on the way."""
+        """Draw a token for each entry that reaches the end of its sequence's known tokens, and verify its drafts."""
         rows: list[SamplingRow] = []
         firsts: list[int] = []
         for i in drawing:
@@ -186,22 +186,22 @@ class ModelRunner:
         for place, one in found.items():
             places[place].logprobs = [one]
         for i, first in zip(drawing, firsts, strict=True):
-            # What follows the first refused draft was not drawn by rejection.
+            # `along_drafts` keeps what was accepted and one more token; positions after a rejected draft do not count.
             drafts = entries[i].drafts
             kept = along_drafts(drafts, places[first : first + 1 + len(drafts)], entries[i].parents, judged.get(first))
-            # Into the result that is there already: it may have prompt log-probabilities.
+            # Fill the existing result: it may already have prompt log-probabilities.
             results[i].tokens, results[i].logprobs, results[i].error = kept.tokens, kept.logprobs, kept.error
             results[i].num_drafts, results[i].parents, results[i].kept = kept.num_drafts, kept.parents, kept.kept
 
     def _rank_candidates(self, entries: Sequence[PlanEntry], part: list[int], results: list[EntryResult],
                          logits: Tensor) -> None:
-        """The likeliest next tokens of the entries that ask for them instead of a draw."""
+        """The likeliest next tokens, for entries that ask for candidates instead of a draw."""
         temperatures = [self._table.sampling(entries[i].row).params.temperature or 1.0 for i in part]
         found = rank_candidates(logits, [entries[i].candidates for i in part], temperatures, self._sampling)
         take_candidates(part, found, results)
 
     def _prompt_logprobs(self, entry: PlanEntry, first_row: int, result: EntryResult) -> Iterator[LogitsUse]:
-        """Of the prompt tokens that follow the positions of this chunk."""
+        """Log-probabilities of the prompt tokens that follow this chunk's positions."""
         state = self._table.sampling(entry.row)
         num_prompt = state.position - state.num_output
         begin = entry.prompt_logprobs_from or 0

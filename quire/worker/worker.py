@@ -1,4 +1,4 @@
-"""Owns a model on a device with its cache and request table, and carries out plans on them."""
+"""Owns a model on a CPU, its KV cache and its request table, and executes plans on them."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ from quire.worker.tree_drafter import TreeDrafter
 
 
 class Worker:
-    """Plans in, results out. Built from a model source; sizes its own memory before it loads a weight.
+    """Plans in, results out. Built from a model source; sizes its KV pool before it loads a weight.
 
-    With a `shard` it is one rank of several: each gets every plan, holds its share of weights and KV, and talks to the
-    others through `collectives`. `pool` is what all of them have agreed on (`size_shard_pool`, `smallest_pool`).
+    With a `shard` it is one rank of several: each rank gets every plan, holds its share of weights and KV, and talks
+    to the others through `collectives`. `pool` is the size all ranks agreed on (`size_shard_pool`, `smallest_pool`).
     """
 
     launch = None
-    """A step is over when `execute` returns."""
+    """None: the step is complete when `execute` returns."""
 
     def __init__(self, source: ModelSource, config: EngineConfig, shard: Shard | None = None,
                  collectives: Collectives | None = None, pool: PoolSize | None = None) -> None:
@@ -69,17 +69,17 @@ class Worker:
         self.pool: PoolSize = size_shard_pool(source, config, shard) if pool is None else pool
         self._ops = ops = CpuOps(num_threads=config.model.num_threads, rounding=config.model.rounding)
         parts = None if shard.is_whole else stored_parts(source.config, shard)
-        forget_file_pages()  # of libraries that have been imported: room for weights
+        forget_file_pages()  # file pages of imported libraries, to make room for weights
         decoder = build_decoder(
             source.config, _weights(source, config.model.load_format, config, parts), ops,
             max_model_len=self.pool.max_model_len, asked_len=self.spec.asked_len(config.model.max_model_len),
             shard=shard, ranks=None if collectives is None else collectives.group, dtype=None)
         self.weight_bytes = decoder.weight_bytes
-        # Pieces of a head have one thread each: with more, a rank is faster by itself.
+        # A piece of a shared head runs on one thread; a rank with more threads computes the whole head faster alone.
         shares = collectives is not None and config.model.num_threads == 1
         self._helper = share_head(decoder, collectives.head if collectives and shares else None)
         draft = self._draft(source, config, ops, decoder)
-        ops.library.quire_give_back()  # what the weights were read through
+        ops.library.quire_give_back()  # buffers through which the weights were read
         groups = groups_with_draft(self.spec, self.pool.draft_bytes_per_token)
         self._cache = CacheEngine(decoder, ops, [self.pool.blocks_of(group.window) for group in groups],
                                   config.cache.block_size,
@@ -97,7 +97,7 @@ class Worker:
 
     def _draft(self, target_source: ModelSource, config: EngineConfig, ops: CpuOps, target: Decoder
                ) -> Decoder | DraftHead | None:
-        """A draft model is whole, on the first tensor rank of every stage; so is a head, of the last stage alone."""
+        """A draft model, whole, on the first tensor rank of every stage; or a draft head, on that of the last stage."""
         speculation, place = config.speculation.options, self.shard.place
         if speculation is None or not speculation.own_kv or place.tensor_rank != 0:
             return None
@@ -120,7 +120,7 @@ class Worker:
 
     def _drafter(self, speculation: SpeculationOptions, rejection: bool, decoder: Decoder,
                  draft: Decoder | DraftHead | None, passes: Passes, states: Sequence[str]) -> Proposer | None:
-        """`states`: hidden states of the target that a head reads."""
+        """`states`: names of the target's hidden states that a head reads."""
         if speculation.method == SKIP_LAYERS:
             shared = None if passes.alone else passes
             skipped = SkippedLayers(decoder, self._cache.layers, self._table, speculation.skipped_layers, passes)
@@ -146,7 +146,7 @@ class Worker:
         return TreeDrafter(drafter, self._table, speculation.tree, speculation.verifier == REJECTION)
 
     def kv_memory(self) -> KVStore:
-        """The model's caches, or this rank's share of them, for transfers to and from other engines."""
+        """The KV caches, or this rank's share of them, for transfers to and from other engines."""
         return KVStore(self._cache.layers, self._cache.groups, first_layer=self.shard.first_layer,
                        heads=self.shard.kv_heads)
 
@@ -154,11 +154,11 @@ class Worker:
         return 0
 
     def expert_load(self) -> list[LayerLoad]:
-        """What the experts of this rank's layers have done; of the experts of all tensor ranks."""
+        """Tokens per expert for this rank's layers, counting the experts of all tensor ranks."""
         return self._expert_load.as_data()
 
     def connect(self, transfer: KVTransfer) -> None:
-        """Move blocks to and from one more tier."""
+        """Add a tier that blocks can be moved to and from."""
         self._cache.connect(transfer)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -172,14 +172,14 @@ class Worker:
             return StepResult(plan.step, self._runner.run(plan.entries), self.arrivals.take())
 
     def touch_cache(self) -> None:
-        """Write to the whole KV pool, so that its pages take memory: for measurements."""
+        """Write to the whole KV pool, so that all its pages take memory; for measurements."""
         for layer in self._cache.layers:
             for part in layer.tensors.values():
                 part.zero_()
 
     def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
-        """What was drawn for a row on a later stage, the first token for `position`; before the plan that goes on from
-        there. A row that is empty is left alone."""
+        """Tokens drawn for a row by a later pipeline stage, the first at `position`; called before the plan that
+        continues the row. Does nothing if the row is empty."""
         with torch.inference_mode():
             self._runner.learn(row, position, tokens)
 
@@ -194,7 +194,7 @@ class Worker:
             self._runner.restart(start.row)
 
     def close(self) -> None:
-        """Free cache and weights, even if something still refers to the worker."""
+        """Free cache and weights, even if something still refers to this worker."""
         helper: HeadHelper | None = self.__dict__.get("_helper")
         if helper is not None:
             helper.close()
@@ -205,8 +205,8 @@ class Worker:
 
 
 def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ranks_here: int = 1) -> PoolSize:
-    """The KV pool that the rank of this shard can hold; `ranks_here` ranks share this machine's memory. Refuses a share
-    whose weights do not fit. Loads nothing."""
+    """The KV pool that the rank with this shard can hold; `ranks_here` ranks share this machine's memory. Raises if the
+    weights of the shard do not fit. Loads nothing."""
     spec = shard.spec
     free = available_memory() // ranks_here
     pool = size_pool(spec, config.cache, config.model.max_model_len, config.scheduler.num_seqs(gpu=False), free,
@@ -219,7 +219,7 @@ def size_shard_pool(source: ModelSource, config: EngineConfig, shard: Shard, ran
 
 def _weights(source: ModelSource, load_format: str, config: EngineConfig,
              parts: StoredParts | None = None) -> Iterator[tuple[str, StoredWeight]]:
-    """All, or those that a rank wants, read or drawn where they are packed: less memory at once."""
+    """The weights, or those in `parts`; each is read or drawn only when it is packed, to save memory."""
     if load_format == "dummy":
         return undrawn_weights(source.config, config.model.seed, parts)
     return source.unread_weights(parts)

@@ -1,4 +1,4 @@
-"""Llama (and Falcon 3, SmolLM2, ...), and what its relatives (Mistral, Qwen, ...) share with it."""
+"""Llama (also Falcon 3, SmolLM2, ...), and `llama_like` for its relatives (Mistral, Qwen, ...)."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def llama_like(
     placement: NormPlacement = "pre",
     mlp_of: Callable[[int], MlpSpec | MoeSpec] | None = None,
 ) -> DecoderSpec:
-    """RMS norms, gated MLP or what `mlp_of` gives a layer; `windows` and `rotated` have one entry per layer.
+    """A decoder with RMS norms and gated MLPs, or the MLP or experts that `mlp_of(layer index)` returns.
 
-    `qk_norm` says whether q and k are normed, and over what. `ropes_of` a head size gives the rotation, or the full
-    layers' and the window layers'. `head_dim`, `eps` and `tied` are what a config that does not say means.
+    `windows` and `rotated` have one entry per layer. `qk_norm`: norm q and k per head or over all heads. `ropes_of(head
+    size)` returns one rope, or two: for full and for window layers. `head_dim`, `eps`, `tied` are config defaults.
     """
     hidden = c.size("hidden_size", most=MAX_HIDDEN)
     heads, kv_heads, dim = c.heads(hidden, head_dim)
