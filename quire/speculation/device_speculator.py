@@ -136,7 +136,6 @@ class DeviceSpeculator(Speculator):
         self._resting: list[Sequence] = []
         """Sequences of the last step in which the head rested, all in `_holed`."""
         self._pause: Pause | None = None
-        """The pause under way."""
         self._may_pause: list[Sequence] = []
         """Decoding sequences of the step being planned, if it may begin a pause."""
         self._lookups = None if gpu else LookupSpeculator(NgramSource(1), most, adaptive, clock)
