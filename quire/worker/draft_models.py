@@ -68,6 +68,11 @@ class DraftProgress:
                 for place in range(first, end):
                     flags[table.item(row, place)] = False
 
+    def marked(self, decoding: tuple[list[int], list[int]] | None) -> bool:
+        """Whether a step of these rows and positions that stores no hidden states changes nothing here: the step before
+        was alike, and nobody begins a block. Then `all_kept` and `written` need not be called."""
+        return False
+
     def restart(self, row: int) -> None:
         """The row belongs to another sequence from now on."""
         self._computed.pop(row, None)

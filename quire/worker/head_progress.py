@@ -25,18 +25,38 @@ class HeadProgress(DraftProgress):
         """Blocks that lack the hidden state of some token."""
         self._any = False
         """Some step has left out states: until then there is nothing to track."""
+        self._resting: list[int] = []
+        """Rows of the last step, if it left out states."""
+        self._until_block = 0
+        """Steps of the same rows until one of them begins a block."""
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
         super().copied(copies)
         self._holes.copied(copies)
+        self._until_block = 0
 
     def moved(self, transfers: Sequence[TransferStart]) -> None:
         super().moved(transfers)
         self._holes.moved(transfers)
+        self._until_block = 0
+
+    def restart(self, row: int) -> None:
+        super().restart(row)
+        self._until_block = 0
+
+    def marked(self, decoding: tuple[list[int], list[int]] | None) -> bool:
+        if not self._until_block or decoding is None or decoding[0] != self._resting:
+            return False
+        self._until_block -= 1
+        return True
 
     def written(self, entries: Sequence[PlanEntry], left_out: bool = False) -> None:
         super().written(entries)
-        self._any = self._any or left_out
+        self._until_block = 0
+        if left_out:
+            self._any = True
+            self._resting = [entry.row for entry in entries]
+            self._until_block = min(self._block_size - 1 - entry.start % self._block_size for entry in entries)
         if not self._any:
             return
         size, table, few = self._block_size, self._table, self._holes.few

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
+from hypothesis import event, given
+from hypothesis import strategies as st
 
 from quire.scheduler.plan import HOST, BlockCopy, BlockMove, PlanEntry, TransferStart
 from quire.worker.block_flags import BlockFlags
@@ -67,3 +71,37 @@ def test_flags_of_another_group_are_left_alone() -> None:
     flags.moved([TransferStart(0, HOST, True, [BlockMove(0, 0, 0)])])
     flags.moved([TransferStart(1, HOST, False, [BlockMove(1, 2, 0)])])
     assert flags.device.tolist() == [True, False, False, False] and flags.few[0]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from([(0,), (1,), (0, 1), (0, 1, 2)])), max_size=40))
+def test_steps_that_change_nothing_may_be_left_out(steps: list[tuple[bool, tuple[int, ...]]]) -> None:
+    """Rows decode, with states stored or not; one that has filled its blocks begins anew as another sequence."""
+    rows = [0, 1, 2], [3, 4, 5], [6, 7, 8]
+    always, seldom, starts, left = progress(*rows), progress(*rows), [0, 1, 3], 0
+    for rests, decoding in steps:
+        for row in decoding:
+            if starts[row] == 3 * SIZE:
+                starts[row] = 0
+                always.restart(row)
+                seldom.restart(row)
+        places = [starts[row] for row in decoding]
+        entries = [tokens(row, place) for row, place in zip(decoding, places, strict=True)]
+        always.written(entries, rests)
+        if rests and seldom.marked((list(decoding), places)):
+            left += 1
+        else:
+            seldom.written(entries, rests)
+        for flags in ("_holes", "_filled"):
+            assert (getattr(always, flags).device == getattr(seldom, flags).device).all()
+        for row in decoding:
+            starts[row] += 1
+    alike = sum(a == b and a[0] for a, b in pairwise(steps))
+    event(f"{left} of {alike} left out")
+
+
+def test_a_step_like_the_one_before_changes_nothing() -> None:
+    found = progress([0, 1, 2, 3], [4, 5, 6, 7])
+    found.written([tokens(0, 4), tokens(1, 5)], left_out=True)
+    assert not found.marked(([0], [5])) and not found.marked(None)
+    assert found.marked(([0, 1], [5, 6])) and found.marked(([0, 1], [6, 7]))
+    assert not found.marked(([0, 1], [7, 8])), "row 1 begins a block"

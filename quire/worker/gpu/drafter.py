@@ -155,6 +155,8 @@ class DeviceDrafter:
             progress.moved(plan.transfers)
         for start in plan.starts:
             progress.restart(start.row)
+        if plan.head_rests and progress.marked(plan.decoding):
+            return
         # What was drafted beyond this was refused: a sequence goes on only when its drafts were judged.
         progress.all_kept(plan.entries)
         progress.written(plan.entries, plan.head_rests)
