@@ -465,7 +465,7 @@ class DeviceSpeculator(Speculator):
         sequences, self._may_pause = self._may_pause, []
         until_try = (self._next_probe - self._plain_seconds) / max(self.times.estimate(len(sequences)), 1e-9)
         steps = int(min(until_try, LONGEST))
-        if steps > 1:
+        if steps > 1 and not any(seq.request.beams for seq in sequences):  # those do not count as decoding
             self._pause = Pause(sequences, steps, rests)
 
     def _end_pause(self, pause: Pause) -> None:
