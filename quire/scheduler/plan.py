@@ -157,9 +157,9 @@ class StepPlan:
     """Rows and starts of the entries, where every one of them decodes and has no masks: whoever plans knows, and ranks
     are told of such a step without a look at each entry. None: nothing is known. It does not cross to ranks."""
     drafts_follow: bool = field(default=False, compare=False, repr=False)
-    """The next step will most likely ask for as many `device_drafts`: the worker may begin. It crosses to no rank."""
+    """The next step will most likely ask for as many `device_drafts`: the worker may begin."""
     head_rests: bool = field(default=False, compare=False, repr=False)
-    """No draft head will read these tokens: the worker need not keep their hidden states. It crosses to no rank."""
+    """No draft head will read these tokens: the worker need not keep their hidden states."""
 
     @property
     def num_tokens(self) -> int:
@@ -184,7 +184,7 @@ class EntryResult:
     kept: tuple[int, ...] = ()
     """Nodes of that tree that were accepted, from the text on."""
     undraftable: bool = False
-    """The worker's head was not fed with this text (`head_rests`): it will have no drafts. It crosses to no rank."""
+    """The worker's head was not fed with this text (`head_rests`): it will have no drafts."""
 
 
 @dataclass(slots=True)
