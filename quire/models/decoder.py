@@ -152,12 +152,8 @@ class Decoder:
         spec, ops, dtype, ranks = self.spec, self.ops, self.weights_dtype, self.ranks
         projected = spec.embed_dim != spec.hidden_size
         runs = self.shard.vocabulary
-
-        def table() -> Embedding:
-            return Embedding(ops, dtype) if ranks is None else SharedEmbedding(ops, dtype, runs, ranks)
-
-        self.embed = table()
-        self.head = self.embed if spec.tied_head else table()
+        both = [Embedding(ops, dtype) if ranks is None else SharedEmbedding(ops, dtype, runs, ranks) for _ in range(2)]
+        self.embed, self.head = both[0], both[0 if spec.tied_head else 1]
         self._shared_head: SharedHead | None = None if ranks is None else VocabularyHead(self.head, runs, ranks)
         self.positions = Embedding(ops, dtype, WeightUse.EXACT) if spec.positions else None
         self.embed_in = Linear(ops, ("",), False, dtype) if projected else None

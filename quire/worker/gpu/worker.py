@@ -463,8 +463,8 @@ class GpuWorker:
             torch.cuda.empty_cache()
             return failed(explain(error))
         self._copies.launched(plan, future)
-        error = self._draft_on(pending) if plan.drafts_follow else None
-        return future if error is None else failed(error)
+        lost = self._draft_on(pending) if plan.drafts_follow else None
+        return future if lost is None else failed(lost)
 
     def _draft_on(self, pending: PendingStep) -> Exception | None:
         """Drafts for the next step. That step needs none of them, and this one is under way: what fails here costs no
