@@ -258,12 +258,12 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "changes", "options", "verifier", "sizes"), HEADS if GPU else HEADS[2:3])
+@pytest.mark.parametrize(("kind", "changes", "options", "verifier", "sizes"), HEADS if GPU else HEADS[2:4])
 def test_heads_on_ranks_draft_what_one_rank_drafts(
     tmp_path: Path, kind: str, changes: dict[str, Any], options: dict[str, Any], verifier: str, sizes: list[int]
 ) -> None:
     """Bit for bit, in deterministic mode: answers, and how many drafts were right of how many. Coupled, the answers are
-    those without drafts."""
+    those without drafts. Who swaps comes back when a copy is over, so the number of drafts is another each time."""
     asked = with_head(tmp_path, kind, **changes)
     asked["speculative_config"]["verifier"] = verifier
     options = {"deterministic": True, "max_steps_in_flight": 1, **options}
@@ -271,8 +271,10 @@ def test_heads_on_ranks_draft_what_one_rank_drafts(
     for size in (1, *sizes):
         with engine(tmp_path, tensor_parallel_size=size, **options, **asked) as llm:
             said, metrics = answers(llm), llm.metrics()
-            found.append((said, metrics["spec_draft_tokens"], metrics["spec_accepted_tokens"]))
-    assert all(each == found[0] for each in found) and found[0][1] > found[0][2] > 0
+        drafts, kept = metrics["spec_draft_tokens"], metrics["spec_accepted_tokens"]
+        assert drafts > kept > 0 and (metrics["preemptions_by_swap"] > 0) == ("swap_space" in options)
+        found.append((said, None if "swap_space" in options else (drafts, kept)))
+    assert all(each == found[0] for each in found)
     if verifier == "coupled":
         with engine(tmp_path, **options) as llm:
             assert answers(llm) == found[0][0]

@@ -104,7 +104,13 @@ class DeviceRankWorkers:
         if not place.is_last:
             for row, position, tokens in self._drawn:
                 worker.learn(row, position, tokens)
-        return worker.execute(plan)
+        result = worker.execute(plan)
+        reports = list(result.arrivals)
+        # The plans that follow were made when these had arrived.
+        while {start.number for start in plan.transfers} - {report.number for report in reports if report.finished}:
+            assert worker.arrivals.wait(SECONDS)
+            reports += worker.arrivals.take()
+        return result
 
     def close(self) -> None:
         for worker in self.workers:
