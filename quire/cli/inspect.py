@@ -5,8 +5,10 @@ MODEL is a short name, the path of a .gguf file, a Hugging Face folder or a hub 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.engine import fetch
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from quire.models.loader.source import ModelSource
     from quire.models.shard import Shard
     from quire.models.spec import DecoderSpec
+    from quire.worker.draft_memory import GpuDraft
     from quire.worker.memory import DraftKV, PoolSize
 
 EXAMPLES = (
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     facts = {**_identity(source), **_shape(spec)}
     facts["file_bytes"] = facts["stored_bytes"] if source.stores_integers else None
     facts |= _memory(spec, config, facts["file_bytes"])
-    facts["on_gpu"] = gpu_facts(plain, source.config, source.stored_forms(), _sizes(config))
+    facts["on_gpu"] = gpu_facts(plain, source.config, source.stored_forms(), _sizes(config), _gpu_drafts(config))
     facts["longrope"] = _longrope(spec, config.model.max_model_len)
     print(json.dumps(facts) if args.json else _page(facts))
     return 0
@@ -214,6 +217,12 @@ def _drafts(spec: DecoderSpec, config: EngineConfig, shards: list[Shard]) -> tup
     from quire.worker.draft_memory import draft_kv, draft_parameters
 
     return draft_kv(config, spec), [draft_parameters(config, shard) for shard in shards]
+
+
+def _gpu_drafts(config: EngineConfig) -> Callable[[Shard], GpuDraft]:
+    from quire.worker.draft_memory import gpu_draft
+
+    return functools.partial(gpu_draft, config)
 
 
 def _sequences(spec: DecoderSpec, pool: PoolSize, block: int, length: int) -> int:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.gpu_bytes import MADE, made_bytes, made_expert_bytes, stored_bytes, stored_expert_bytes
+from quire.cli.inspect_ranks import draft_text
 from quire.cli.terminal import size_text
 
 if TYPE_CHECKING:
     from quire.models.loader.stored_forms import StoredForm
+    from quire.models.shard import Shard
     from quire.models.spec import DecoderSpec, Shape
     from quire.models.weight_names import WeightNames
+    from quire.worker.draft_memory import GpuDraft
 
 _PROJECTION = re.compile(r"layers\.\d+\.(attn\.(?!.*norm).*|mlp\.(shared\.)?(up|down|gate))\.weight")
 _EXPERT = re.compile(r"layers\.\d+\.mlp\.experts\.\d+\.(up|down|gate)\.weight")
@@ -22,12 +25,13 @@ _GPUS = (24, 80, 141)
 _UTILIZATION = 0.9
 
 
-def gpu_facts(spec: DecoderSpec, config: Mapping[str, Any], forms: Mapping[str, StoredForm], sizes: tuple[int, int]
-              ) -> dict[str, Any]:
+def gpu_facts(spec: DecoderSpec, config: Mapping[str, Any], forms: Mapping[str, StoredForm], sizes: tuple[int, int],
+              draft_of: Callable[[Shard], GpuDraft] | None = None) -> dict[str, Any]:
     """By `quantization`: bytes of weights; then the KV of a token, and tokens that fit into GPUs of some sizes beside
     weights, without what a step needs. With several ranks, as many as tensor ranks times stages in `sizes`, each on a
     GPU: of each, and tokens that fit on all of them. `forms`: how the file stores quantized weights, which `file` and
-    whatever rounds the others keep so; what rounds nothing more than `file` is left out."""
+    whatever rounds the others keep so; what rounds nothing more than `file` is left out. `draft_of`: what a rank has
+    for drafts, in 16 bits; it is counted in the tokens that fit, and not among weights and KV."""
     from quire.models.registry import family_of
     from quire.models.shard import shard_of
     from quire.parallel.place import Place
@@ -43,12 +47,19 @@ def gpu_facts(spec: DecoderSpec, config: Mapping[str, Any], forms: Mapping[str, 
         kv = shard.kv_bytes_per_block(1, element_size=1)
         taken = _weights(shard.parameters, kept)
         ranks.append({"rank": place.index, "weight_bytes": {name: taken[name] for name in shown},
-                      "kv_bytes_per_token": {"auto": 2 * kv, "fp8": kv}})
+                      "kv_bytes_per_token": {"auto": 2 * kv, "fp8": kv}, **_draft(draft_of, shard)})
     tokens = {f"{size} GB": {name: min(_tokens(size, rank, name) for rank in ranks) for name in whole}
               for size in _GPUS}
     elements = sum(layer.kv.elements_per_token for layer in spec.layers)
     return {"weight_bytes": whole, "kv_bytes_per_token": {"auto": 2 * elements, "fp8": elements}, "tokens": tokens,
-            "ranks": ranks if len(ranks) > 1 else []}
+            **_draft(draft_of, shard_of(spec, Place())), "ranks": ranks if len(ranks) > 1 else []}
+
+
+def _draft(draft_of: Callable[[Shard], GpuDraft] | None, shard: Shard) -> dict[str, int]:
+    if draft_of is None:
+        return {"draft_parameters": 0, "draft_kv_bytes_per_token": 0}
+    found = draft_of(shard)
+    return {"draft_parameters": found.parameters, "draft_kv_bytes_per_token": 2 * found.kv_elements}
 
 
 def _kept(parameters: Iterable[str], names: WeightNames, forms: Mapping[str, StoredForm]) -> dict[str, StoredForm]:
@@ -81,8 +92,8 @@ def _weights(parameters: Mapping[str, Shape], kept: Mapping[str, StoredForm]) ->
 
 
 def _tokens(size: int, rank: dict[str, Any], name: str) -> int:
-    left = _UTILIZATION * size * 1e9 - rank["weight_bytes"][name]
-    return max(0, int(left // rank["kv_bytes_per_token"]["auto"]))
+    left = _UTILIZATION * size * 1e9 - rank["weight_bytes"][name] - 2 * rank["draft_parameters"]
+    return max(0, int(left // (rank["kv_bytes_per_token"]["auto"] + rank["draft_kv_bytes_per_token"])))
 
 
 def gpu_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -101,7 +112,8 @@ def gpu_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _held(facts: dict[str, Any]) -> str:
     taken = ", ".join(f"{_shown(name)} {size_text(size)}" for name, size in facts["weight_bytes"].items())
     kv = facts["kv_bytes_per_token"]
-    return f"weights {taken}; KV per token {kv['auto']:,} bytes, in fp8 {kv['fp8']:,}"
+    drafts = f"; for drafts {draft_text(facts)}" if facts["draft_parameters"] else ""
+    return f"weights {taken}; KV per token {kv['auto']:,} bytes, in fp8 {kv['fp8']:,}{drafts}"
 
 
 def _shown(name: str) -> str:

@@ -113,7 +113,7 @@ class Decoder:
         self.max_model_len = _checked_length(spec, max_model_len)
         self.first_layer, self.last_layer = shard.first_layer, shard.last_layer
         self.weights_dtype = dtype
-        self._ranks = ranks
+        self.ranks = ranks
         self._shapes = shard.parameters
         self._of_other_stages = spec.parameters().keys() - self._shapes.keys()
         self._missing = set(self._shapes)
@@ -149,11 +149,11 @@ class Decoder:
         return ExpertLoad(tuple(with_experts), counts)
 
     def _build_ends(self) -> None:
-        spec, ops, dtype, ranks = self.spec, self.ops, self.weights_dtype, self._ranks
+        spec, ops, dtype, ranks = self.spec, self.ops, self.weights_dtype, self.ranks
         projected = spec.embed_dim != spec.hidden_size
         runs = self.shard.vocabulary
-        self.embed = Embedding(ops, dtype) if ranks is None else SharedEmbedding(ops, dtype, runs, ranks)
-        self.head: Linear = self.embed if spec.tied_head else Linear(ops, ("",), False, dtype, use=WeightUse.VOCABULARY)
+        both = [Embedding(ops, dtype) if ranks is None else SharedEmbedding(ops, dtype, runs, ranks) for _ in range(2)]
+        self.embed, self.head = both[0], both[0 if spec.tied_head else 1]
         self._shared_head: SharedHead | None = None if ranks is None else VocabularyHead(self.head, runs, ranks)
         self.positions = Embedding(ops, dtype, WeightUse.EXACT) if spec.positions else None
         self.embed_in = Linear(ops, ("",), False, dtype) if projected else None
@@ -167,9 +167,9 @@ class Decoder:
         if growth is not None and growth not in self._growths:
             self._growths[growth] = growth_table(growth, self.max_model_len)
         factors = None if growth is None else self._growths[growth]
-        share = None if self._ranks is None else self.shard.layer(index)
+        share = None if self.ranks is None else self.shard.layer(index)
         return DecoderLayer(
-            self.ops, layer, self.spec.hidden_size, rope, group, self.weights_dtype, factors, share, self._ranks
+            self.ops, layer, self.spec.hidden_size, rope, group, self.weights_dtype, factors, share, self.ranks
         )
 
     def load(self, name: str, tensor: StoredWeight, source: str | None = None) -> None:

@@ -61,12 +61,7 @@ class Shard:
     @cached_property
     def vocabulary(self) -> tuple[Run, ...]:
         """The vocabulary rows of every tensor rank."""
-        size, unit = self.place.tensor_size, _VOCABULARY_UNIT
-        while unit > 1 and -(-self.spec.vocab_size // unit) < size:
-            unit //= 2
-        units = -(-self.spec.vocab_size // unit)
-        runs = [rank_run(units, rank, size) for rank in range(size)]
-        return tuple((first * unit, min(last * unit, self.spec.vocab_size)) for first, last in runs)
+        return vocabulary_runs(self.spec.vocab_size, self.place.tensor_size)
 
     def stage_of(self, state: str) -> int:
         """Which stage computes a hidden state: "embed", or "layers.i" for what layer i puts out."""
@@ -140,6 +135,15 @@ class Shard:
     def kv_bytes_per_block(self, block_size: int, element_size: int = 4) -> int:
         return block_size * sum(self.kv(index).bytes_per_token(element_size)
                                 for index in range(self.first_layer, self.last_layer))
+
+
+def vocabulary_runs(vocab_size: int, tensor_size: int) -> tuple[Run, ...]:
+    """The rows of a table of tokens that each tensor rank has."""
+    unit = _VOCABULARY_UNIT
+    while unit > 1 and -(-vocab_size // unit) < tensor_size:
+        unit //= 2
+    runs = [rank_run(-(-vocab_size // unit), rank, tensor_size) for rank in range(tensor_size)]
+    return tuple((first * unit, min(last * unit, vocab_size)) for first, last in runs)
 
 
 def _cut_in_layer(share: LayerShare, part: str, kind: str) -> Cut | None:

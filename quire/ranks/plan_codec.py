@@ -32,8 +32,12 @@ INT = "i"
 LONG = "q"
 _STEADY = Struct("<BqI")
 """Of a plan that continues a recent step and has no more than blocks: which one, its own number, how many blocks."""
-_HEAD = Struct("<Bq8I")
+_HEAD = Struct("<BqB8I")
 """Of any other."""
+_DRAFTS_FOLLOW, _HEAD_RESTS = 1, 2
+"""Bits of its flags."""
+_RESTING = 64
+"""Added to the recent step where the head rests."""
 _ANY = 255
 """Its first byte, where the other kind has the place of a recent step."""
 _START = Struct("<iiiQ")
@@ -92,14 +96,16 @@ class PlanEncoder:
         if place != _NONE and not (learned or plan.freed_rows or plan.starts or plan.copies or plan.transfers
                                    or plan.cancels):
             blocks = _one_block_each(plan.diffs)
-            if blocks is not None:
-                return _STEADY.pack(place, plan.step, len(plan.diffs)) + blocks
+            if blocks is not None and not plan.drafts_follow:
+                resting = _RESTING if plan.head_rests else 0
+                return _STEADY.pack(place + resting, plan.step, len(plan.diffs)) + blocks
         return self._encode_any(plan, learned, place)
 
     def _encode_any(self, plan: StepPlan, learned: Sequence[Learned], place: int) -> bytes:
         """`place`: of the recent step that it continues."""
         out = FieldWriter()
-        out.data += _HEAD.pack(_ANY, plan.step, len(plan.freed_rows), len(plan.starts), len(plan.diffs),
+        flags = _DRAFTS_FOLLOW * plan.drafts_follow | _HEAD_RESTS * plan.head_rests
+        out.data += _HEAD.pack(_ANY, plan.step, flags, len(plan.freed_rows), len(plan.starts), len(plan.diffs),
                                len(plan.copies), len(plan.transfers), len(plan.cancels), len(learned),
                                len(plan.entries))
         if plan.freed_rows:
@@ -192,15 +198,15 @@ class PlanDecoder:
         if self._spare.entries:  # there was no time to prepare another
             self._spare = StepPlan(0)
         plan = self._spare
-        plan.step, plan.entries = step, self._moved_on(place)
+        plan.step, plan.entries, plan.head_rests = step, self._moved_on(place % _RESTING), place >= _RESTING
         if count:
             plan.diffs = OneBlockDiffs(data[_STEADY.size :])
         return plan, []
 
     def _decode_any(self, data: bytes) -> tuple[StepPlan, list[Learned]]:
-        _, step, freed, starts, diffs, copies, transfers, cancels, learned, entries = _HEAD.unpack_from(data)
+        _, step, flags, freed, starts, diffs, copies, transfers, cancels, learned, entries = _HEAD.unpack_from(data)
         source = FieldReader(data, _HEAD.size)
-        plan = StepPlan(step)
+        plan = StepPlan(step, drafts_follow=bool(flags & _DRAFTS_FOLLOW), head_rests=bool(flags & _HEAD_RESTS))
         if freed:
             plan.freed_rows = source.column(INT, freed)
         for _ in range(starts):

@@ -12,7 +12,7 @@ from quire.scheduler.plan import EntryResult, StepResult, TransferReport
 _HEAD = Struct("<qII")
 _ENTRY = Struct("<Bi")
 _REPORT = Struct("<qq?")
-_LOGS, _PROMPT_LOGS, _CANDIDATES, _ERROR, _TREE = 1, 2, 4, 8, 16
+_LOGS, _PROMPT_LOGS, _CANDIDATES, _ERROR, _TREE, _UNDRAFTABLE = 1, 2, 4, 8, 16, 32
 
 
 def encode_result(result: StepResult) -> bytearray:
@@ -22,7 +22,8 @@ def encode_result(result: StepResult) -> bytearray:
     for report in result.arrivals:
         _write_report(out, report)
     plain = all([len(entry.tokens) == 1 and entry.logprobs is None and entry.prompt_logprobs is None
-                 and entry.candidates is None and entry.error is None and not entry.num_drafts for entry in entries])
+                 and entry.candidates is None and entry.error is None and not entry.num_drafts
+                 and not entry.undraftable for entry in entries])
     out.data.append(plain)
     if plain:
         out.column("i", [entry.tokens[0] for entry in entries])
@@ -83,7 +84,7 @@ def _read_error(source: FieldReader) -> str | None:
 def _write_entry(out: FieldWriter, entry: EntryResult) -> None:
     has = (_LOGS * (entry.logprobs is not None) | _PROMPT_LOGS * (entry.prompt_logprobs is not None)
            | _CANDIDATES * (entry.candidates is not None) | _ERROR * (entry.error is not None)
-           | _TREE * bool(entry.parents))
+           | _TREE * bool(entry.parents) | _UNDRAFTABLE * entry.undraftable)
     out.data += _ENTRY.pack(has, entry.num_drafts)
     out.numbers("i", entry.tokens)
     for found in (entry.logprobs, entry.prompt_logprobs):
@@ -103,7 +104,7 @@ def _write_entry(out: FieldWriter, entry: EntryResult) -> None:
 
 def _read_entry(source: FieldReader) -> EntryResult:
     has, num_drafts = _ENTRY.unpack(source.take(_ENTRY.size))
-    entry = EntryResult(source.numbers("i"), num_drafts=num_drafts)
+    entry = EntryResult(source.numbers("i"), num_drafts=num_drafts, undraftable=bool(has & _UNDRAFTABLE))
     if has & _LOGS:
         entry.logprobs = [_read_record(source) for _ in range(source.number())]
     if has & _PROMPT_LOGS:

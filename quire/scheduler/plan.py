@@ -157,9 +157,9 @@ class StepPlan:
     """Rows and starts of the entries, if every entry decodes and none has masks: lets such a step be encoded for ranks
     without looking at each entry. None: not known. Not sent to ranks."""
     drafts_follow: bool = field(default=False, compare=False, repr=False)
-    """The next step will most likely want the same `device_drafts`: the worker may begin them. Not sent to ranks."""
+    """The next step will most likely want the same `device_drafts`: the worker may begin them."""
     head_rests: bool = field(default=False, compare=False, repr=False)
-    """No draft head will read these tokens: the worker need not keep their hidden states. Not sent to ranks."""
+    """No draft head will read these tokens: the worker need not keep their hidden states."""
 
     @property
     def num_tokens(self) -> int:
@@ -184,7 +184,7 @@ class EntryResult:
     kept: tuple[int, ...] = ()
     """Accepted nodes of that tree, from its root on."""
     undraftable: bool = False
-    """The draft head has not seen this text (`head_rests`), so it will have no drafts. Not sent to ranks."""
+    """The draft head has not seen this text (`head_rests`), so it will have no drafts."""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,9 @@
-"""What whoever makes drafts on a CPU takes on each rank, from configs alone: no weight is read."""
+"""What whoever makes drafts takes on each rank, from configs alone: no weight is read."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from quire.config import EngineConfig
 from quire.models.heads.build import read_head
@@ -11,7 +12,7 @@ from quire.models.heads.mtp import read_mtp
 from quire.models.heads.spec import HeadSpec
 from quire.models.loader.source import ModelSource, resolve_model
 from quire.models.registry import read_spec
-from quire.models.shard import Shard
+from quire.models.shard import Shard, vocabulary_runs
 from quire.models.spec import DecoderSpec
 from quire.speculation.options import MTP, SpeculationOptions, refuse_with_heads
 from quire.worker.draft_models import check_same_vocabulary, reading_draft_model
@@ -32,8 +33,8 @@ def draft_kv(config: EngineConfig, target: DecoderSpec) -> DraftKV:
 
 
 def draft_parameters(config: EngineConfig, shard: Shard) -> int:
-    """Weights that a rank has on top of its share of the target: those of a draft model, or of a head and the target's
-    tables of tokens, whole, where its share has not all of their rows."""
+    """Weights that a rank on a CPU has on top of its share of the target: those of a draft model, or of a head and the
+    target's tables of tokens, whole, where its share has not all of their rows."""
     speculation = config.speculation.options
     if speculation is None or not speculation.own_kv:
         return 0
@@ -44,6 +45,30 @@ def draft_parameters(config: EngineConfig, shard: Shard) -> int:
     shapes = shard.spec.parameters()
     own = head_spec(speculation, config, shard.spec).parameters().values()
     return sum(map(math.prod, (*own, *(shapes[name] for name in tables_to_read(shard)))))
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDraft:
+    """What a rank on a GPU has for drafts: parameters, and values that it keeps of each token."""
+
+    parameters: int = 0
+    kv_elements: int = 0
+
+
+def gpu_draft(config: EngineConfig, shard: Shard) -> GpuDraft:
+    """Every tensor rank has the draft model whole, or the head's layer, and its rows of the tokens that a head guesses
+    where these are not all. Stages make no drafts on GPUs."""
+    speculation, place = config.speculation.options, shard.place
+    if speculation is None or not speculation.own_kv or place.num_stages > 1:
+        return GpuDraft()
+    if not speculation.reads_states:
+        with reading_draft_model(speculation.model):
+            draft = read_spec(draft_source(speculation, config).config)
+        return GpuDraft(draft.num_parameters, draft.kv_bytes_per_block(1, element_size=1))
+    head = head_spec(speculation, config, shard.spec)
+    first, last = vocabulary_runs(head.draft_vocab, place.tensor_size)[place.tensor_rank]
+    own = sum(map(math.prod, head.parameters().values()))
+    return GpuDraft(own + (last - first) * head.hidden_size, head.kv_bytes_per_block(1, element_size=1))
 
 
 def head_spec(speculation: SpeculationOptions, config: EngineConfig, target: DecoderSpec) -> HeadSpec:

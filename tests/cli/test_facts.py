@@ -312,6 +312,28 @@ def test_inspect_counts_a_head_on_the_rank_that_has_it(tmp_path: Path, inside: C
     assert len(blocks) == 1
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_inspect_counts_a_head_on_every_tensor_rank_of_a_gpu(tmp_path: Path, inside: Callable[..., Done], kind: str
+                                                             ) -> None:
+    make_checkpoint(tmp_path, "llama", intermediate_size=272, tie_word_embeddings=False)
+    head = make_head(tmp_path / "head", tmp_path, kind)
+    words = ("inspect", str(tmp_path), "--kv-cache-memory", "1MiB")
+    drafts = ("--speculative-config", json.dumps({"method": "eagle", "model": str(head)}))
+    stored = load_file(head / "model.safetensors")
+    layer = sum(tensor.numel() for name, tensor in stored.items() if name not in ("lm_head.weight", "d2t", "t2d"))
+    guessed = {"eagle": [0, 0], "eagle3": [32, 17]}[kind]
+    ranks = ("--tensor-parallel-size", "2")
+    without, on_gpu = (facts_of(inside(*words, *ranks, *more, "--json"))["on_gpu"] for more in ((), drafts))
+    assert [rank["draft_parameters"] for rank in on_gpu["ranks"]] == [layer + 48 * rows for rows in guessed]
+    assert {rank["draft_kv_bytes_per_token"] for rank in on_gpu["ranks"]} == {2 * (2 * 2 * 8 + 48)}
+    assert on_gpu["tokens"]["24 GB"]["none"] < without["tokens"]["24 GB"]["none"]
+    assert f"for drafts {layer + 48 * guessed[0]:,} parameters" in inside(*words, *ranks, *drafts).out
+    one = facts_of(inside(*words, *drafts, "--json"))["on_gpu"]
+    assert one["draft_parameters"] == layer + 48 * sum(guessed) and one["ranks"] == []
+    stages = facts_of(inside(*words, "--pipeline-parallel-size", "2", *drafts, "--json"))["on_gpu"]
+    assert {rank["draft_parameters"] for rank in stages["ranks"]} == {0}, "refused there"
+
+
 def test_rdma_devices_are_named_with_the_state_of_their_ports(tmp_path: Path) -> None:
     from quire.machine import rdma_devices
 

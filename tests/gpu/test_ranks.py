@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.errors import ConfigError, QuireError, RankLostError
+from tests.eagle_heads import make_head
 from tests.gpu.models import config_of, weights_of
 
 GPU = torch.cuda.is_available()
@@ -103,7 +104,11 @@ def test_the_fast_mode_draws_what_one_rank_draws_unless_two_were_as_likely(
     for tensor, stages in ((1, 1), sizes):
         with engine(tmp_path, dtype="float32", tensor_parallel_size=tensor, pipeline_parallel_size=stages) as llm:
             found.append([one.outputs[0] for one in llm.generate(PROMPTS, greedy, use_tqdm=False)])
-    for want, got in zip(*found, strict=True):
+    _same_unless_as_likely(*found)
+
+
+def _same_unless_as_likely(wanted: list[Any], found: list[Any]) -> None:
+    for want, got in zip(wanted, found, strict=True):
         for place, (mine, other) in enumerate(zip(got.token_ids, want.token_ids, strict=True)):
             if mine != other:
                 best, second = sorted((each.logprob for each in want.logprobs[place].values()), reverse=True)[:2]
@@ -219,6 +224,78 @@ def test_drafts_of_ranks_are_those_of_one(tmp_path: Path, method: str) -> None:
     assert all(each == found[0] for each in found)
 
 
+def with_head(folder: Path, kind: str, **changes: Any) -> dict[str, Any]:
+    """A checkpoint whose layers say little, so that some guesses are right; what asks for a head for it."""
+    family = "deepseek_v3" if kind == "mtp" else "llama"
+    checkpoint(folder, family, **changes)
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = weights[name] * 0.15
+    asked: dict[str, Any] = {"method": kind}
+    if kind == "mtp":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+        last, behind = (f"model.layers.{config['num_hidden_layers'] - back}." for back in (1, 0))
+        hidden = config["hidden_size"]
+        weights |= {name.replace(last, behind): weight.clone() for name, weight in weights.items()
+                    if name.startswith(last)}
+        weights |= {f"{behind}{norm}.weight": torch.ones(hidden) for norm in ("enorm", "hnorm", "shared_head.norm")}
+        weights[f"{behind}eh_proj.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)
+    save_file(weights, folder / "model.safetensors")
+    if kind != "mtp":
+        asked = {"method": "eagle", "model": str(make_head(folder / "head", folder, kind))}
+    return {"speculative_config": {**asked, "num_speculative_tokens": 3, "adaptive": False}}
+
+
+THREE_OF_NINE = {"hidden_size": 72, "intermediate_size": 272, "num_attention_heads": 9, "num_key_value_heads": 3}
+HEADS = [
+    ("eagle", {}, {"dtype": "bfloat16"}, "coupled", [2]),
+    ("eagle", {"tie_word_embeddings": True}, {"dtype": "float32", "enforce_eager": True}, "rejection", [2]),
+    ("eagle3", THREE_OF_NINE, {"dtype": "float32", **SWAPPING}, "coupled", [2, 3]),
+    ("eagle3", {}, {"dtype": "bfloat16"}, "rejection", [2]),
+    ("mtp", {}, {"dtype": "bfloat16"}, "coupled", [2]),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "options", "verifier", "sizes"), HEADS if GPU else HEADS[2:4])
+def test_heads_on_ranks_draft_what_one_rank_drafts(
+    tmp_path: Path, kind: str, changes: dict[str, Any], options: dict[str, Any], verifier: str, sizes: list[int]
+) -> None:
+    """Bit for bit, in deterministic mode: answers, and how many drafts were right of how many. Coupled, the answers are
+    those without drafts. Who swaps comes back when a copy is over, so the number of drafts is another each time."""
+    asked = with_head(tmp_path, kind, **changes)
+    asked["speculative_config"]["verifier"] = verifier
+    options = {"deterministic": True, "max_steps_in_flight": 1, **options}
+    found = []
+    for size in (1, *sizes):
+        with engine(tmp_path, tensor_parallel_size=size, **options, **asked) as llm:
+            said, metrics = answers(llm), llm.metrics()
+        drafts, kept = metrics["spec_draft_tokens"], metrics["spec_accepted_tokens"]
+        assert drafts > kept > 0 and (metrics["preemptions_by_swap"] > 0) == ("swap_space" in options)
+        found.append((said, None if "swap_space" in options else (drafts, kept)))
+    assert all(each == found[0] for each in found)
+    if verifier == "coupled":
+        with engine(tmp_path, **options) as llm:
+            assert answers(llm) == found[0][0]
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
+def test_heads_on_ranks_change_no_token_of_the_fast_mode_unless_two_were_as_likely(tmp_path: Path, kind: str) -> None:
+    """Ranks that drew different drafts would judge a text that none of them has. With drafts made ahead, by replayed
+    graphs, and steps in flight."""
+    asked = with_head(tmp_path, kind)
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2)
+    found = []
+    for more in ({}, {"tensor_parallel_size": 2, **asked}):
+        with engine(tmp_path, dtype="float32", **more) as llm:
+            found.append([one.outputs[0] for one in llm.generate(PROMPTS, greedy, use_tqdm=False)])
+            metrics = llm.metrics()
+    assert metrics["spec_draft_tokens"] > metrics["spec_accepted_tokens"] > 0
+    _same_unless_as_likely(*found)
+
+
 @on_gpu
 def test_a_killed_rank_ends_the_engine_with_its_name(tmp_path: Path) -> None:
     checkpoint(tmp_path, "llama")
@@ -240,6 +317,7 @@ def test_a_killed_rank_ends_the_engine_with_its_name(tmp_path: Path) -> None:
     ({"distributed_executor_backend": "threads"}, "distributed_executor_backend"),
     ({"speculative_config": {"method": "skip_layers", "num_speculative_tokens": 2}, "pipeline_parallel_size": 2},
      "speculative_config"),
+    ({"speculative_config": {"method": "mtp"}, "pipeline_parallel_size": 2}, "speculative_config"),
     ({"tensor_parallel_size": 7}, "tensor_parallel_size"),
 ])
 def test_what_ranks_on_gpus_cannot_do_is_refused(tmp_path: Path, options: dict[str, Any], field: str) -> None:

@@ -51,7 +51,7 @@ plans = st.builds(
     StepPlan, number, tokens, st.lists(starts, max_size=2), st.lists(st.builds(TableDiff, small, small, small, tokens)),
     st.lists(st.builds(BlockCopy, small, small, small), max_size=3),
     st.lists(st.builds(TransferStart, number, text, st.booleans(), moves), max_size=2),
-    st.lists(number, max_size=3), st.lists(entries, max_size=4))
+    st.lists(number, max_size=3), st.lists(entries, max_size=4), st.none(), st.booleans(), st.booleans())
 learned = st.lists(st.builds(Learned, small, small, tokens), max_size=3)
 tops = st.lists(st.tuples(small, logprob), max_size=3)
 described = st.builds(lambda token, mine, rank, top: TokenLogprobs(
@@ -67,8 +67,8 @@ results = st.builds(
     st.lists(st.builds(EntryResult, tokens, st.none() | st.lists(described, max_size=2),
                        st.none() | st.lists(described, max_size=2),
                        st.none() | st.lists(st.tuples(small, logprob), max_size=3), st.none() | text, small).map(
-                           lambda entry: _with_tree(entry, max(0, min(entry.num_drafts, 3)))),
-             max_size=4),
+                           lambda entry: _with_tree(entry, max(0, min(entry.num_drafts, 3)))), max_size=4)
+    | st.lists(st.builds(EntryResult, st.lists(small, min_size=1, max_size=1), undraftable=st.booleans()), max_size=4),
     st.lists(st.builds(TransferReport, number, number, st.booleans(), st.none() | text), max_size=3))
 
 
@@ -77,7 +77,13 @@ results = st.builds(
 def test_plans_cross_unchanged(sent: list[tuple[StepPlan, list[Learned]]]) -> None:
     encoder, decoder = PlanEncoder(), PlanDecoder()
     for plan, told in sent:
-        assert decoder.decode(bytes(encoder.encode(plan, told))) == (plan, told)
+        found = decoder.decode(bytes(encoder.encode(plan, told)))
+        assert found == (plan, told) and _for_heads(found[0]) == _for_heads(plan)
+
+
+def _for_heads(plan: StepPlan) -> tuple[bool, bool]:
+    """What is not among what makes plans equal."""
+    return plan.drafts_follow, plan.head_rests
 
 
 @settings(max_examples=60, deadline=None)
@@ -131,8 +137,9 @@ def test_blocks_of_a_step_that_goes_on_decoding_cross_whatever_their_number(prep
     encoder, decoder = PlanEncoder(), PlanDecoder()
     tables = [[], [[7], [8]], [[9]], [[1, 2], []], [[1], [2, 3]], [], [[4], [5]]]
     for step, blocks in enumerate(tables):
-        plan = _steady(step, blocks)
+        plan = replace(_steady(step, blocks), drafts_follow=step == 3, head_rests=step % 2 == 1)
         read, told = decoder.decode(encoder.encode(plan))
+        assert _for_heads(read) == _for_heads(plan)
         assert (read, told) == (plan, []) and list(read.diffs) == plan.diffs and len(read.diffs) == len(blocks)
         if prepares:
             encoder.prepare()

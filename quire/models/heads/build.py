@@ -68,7 +68,7 @@ def build_head(config: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]],
             raise ModelLoadError(f"tensor {stored!r} has shape {tuple(tensor.shape)}, but the config asks for {shape}")
         if config.get("quantization_config") is not None and tensor.dim() == 2:
             tensor = tensor.to(torch.bfloat16)  # integers come as float32: wider than they are worth
-        if name != "embed.weight" or not same_rows(tensor, target, target.embed):
+        if name != "embed.weight" or not same_rows(tensor, target.embed):
             found[name] = tensor
     missing = [form.stored_name(name) for name in wanted if name not in found]
     if missing:

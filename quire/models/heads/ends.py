@@ -1,7 +1,8 @@
-"""The target's tables of tokens, whole, on the one rank that has a head where ranks share the target.
+"""The target's tables of tokens, whole, on the one rank that has a head where ranks on a CPU share the target.
 
 A head reads embeddings and projects to the vocabulary for every draft: with tables that ranks share it would have to
-talk to all of them each time. So its rank reads once more, all their rows, those tables that it has not whole.
+talk to all of them each time. So its rank reads once more, all their rows, those tables that it has not whole. On GPUs
+every tensor rank has the head, and its target is the decoder itself, whose tables they share.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.errors import ModelLoadError
-from quire.kernels.quantized import StoredWeight, WeightUse
-from quire.layers.linear import Embedding, Linear
+from quire.kernels.quantized import StoredWeight
+from quire.layers.linear import Embedding
 from quire.models.decoder import Decoder
 from quire.models.registry import family_of
 from quire.models.shard import Shard, shard_of
@@ -30,16 +31,17 @@ class WholeEnds:
         self.ops, self.spec = decoder.ops, decoder.spec
         self.asked_len, self.final_norm = decoder.asked_len, decoder.final_norm
         self.weights_dtype = decoder.weights_dtype
+        self.ranks = None
         self.embed = Embedding(self.ops, self.weights_dtype)
-        self.head: Linear = self.embed
+        self.head = self.embed
         if decoder.shard.place.tensor_size == 1:
             self.head = decoder.head
         elif not self.spec.tied_head:
-            self.head = Linear(self.ops, ("",), False, self.weights_dtype, use=WeightUse.VOCABULARY)
+            self.head = Embedding(self.ops, self.weights_dtype)
 
 
 HeadTarget = Decoder | WholeEnds
-"""What a head is for, as far as it needs to know."""
+"""What a head is for, as far as it needs to know. `ranks`: those that share the tables, on GPUs."""
 
 
 class _Ends(StoredParts):

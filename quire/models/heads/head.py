@@ -7,20 +7,22 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.quantized import WeightUse
+from quire.errors import InvariantError
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.attention import Attention
 from quire.layers.experts import Moe
 from quire.layers.latent import LatentAttention
-from quire.layers.linear import Embedding, Linear
+from quire.layers.linear import Embedding, Linear, VocabularyHead
 from quire.layers.mlp import Mlp
 from quire.layers.norm import Norm
 from quire.layers.rotary import rope_table
 from quire.layers.spec import MoeSpec
-from quire.layers.stream import ResidualStream
+from quire.layers.stream import ResidualStream, Rows, Unnormed
 from quire.models.heads.ends import HeadTarget
 from quire.models.heads.spec import FINAL, HeadSpec
+from quire.models.shard import vocabulary_runs
 from quire.ops.interface import Fusion
+from quire.parallel.collectives import TensorGroup
 
 NO_GUESS = -1.0e9
 """Logit of a token outside the draft vocabulary: too small for any temperature, and finite as logits must be; in
@@ -31,6 +33,9 @@ class DraftHead:
     """Its embeddings and its head are the target's tensors, but where the checkpoint has its own.
 
     What it knows of the target is `kept` in one row for each token, and `features` of such rows are what it reads.
+
+    Tensor ranks of a target on GPUs all have the layer whole, and share the projection to the vocabulary: so all of
+    them draw from the same logits, whatever their GEMMs round.
     """
 
     def __init__(self, spec: HeadSpec, target: HeadTarget, max_model_len: int, optional: Sequence[str] = ()) -> None:
@@ -43,8 +48,10 @@ class DraftHead:
         self._vocab = spec.vocab_size
         self.embed = Embedding(ops, dtype) if "embed.weight" in optional else target.embed
         own_head = "head.weight" in optional
-        self.head = Linear(ops, ("",), False, dtype, use=WeightUse.VOCABULARY) if own_head else target.head
+        self.head = Embedding(ops, dtype) if own_head else target.head
         self._has_head = own_head
+        self._ranks = target.ranks
+        self._shared_head: VocabularyHead | None = None
         self.fuse = Linear(ops, ("",), "fuse.bias" in optional, dtype)
         rope, latent = rope_table(spec.rope, max_model_len, target.asked_len), layer.attention.latent
         self.attn = (Attention(ops, layer.attention, rope, 0, dtype) if latent is None
@@ -70,17 +77,31 @@ class DraftHead:
         for name, tensor in weights.items():
             if name not in ("d2t", "t2d"):
                 *path, kind = name.split(".")
-                getattr(self, path[0]).receive(".".join(path[1:]), kind, tensor)
+                mine = self._own_run(tensor) if name == "head.weight" else tensor
+                getattr(self, path[0]).receive(".".join(path[1:]), kind, mine)
         if guessed is not None and not self._has_head:
             # Of the target's head only these rows, narrow: they are read once for every draft. They keep the target's
             # own format where that is narrower than 16 bits.
-            rows = self._ops.embed(guessed, self._target.head.packed)
+            rows = self._own_run(self._target.head.rows(guessed))
             narrow = rows if rows.element_size() == 2 else rows.to(torch.bfloat16)
             for part in (rows, narrow):
-                self.head = Linear(self._ops, ("",), False, self._dtype, use=WeightUse.VOCABULARY)
+                self.head = Embedding(self._ops, self._dtype)
                 self.head.receive("", "weight", part)
                 if self.head.packed.nbytes <= 2 * rows.numel():
                     break
+        if self._ranks is not None:
+            self._shared_head = VocabularyHead(self.head, self._runs(self._ranks), self._ranks)
+
+    def _runs(self, ranks: TensorGroup) -> Sequence[tuple[int, int]]:
+        """Of the tokens that it can guess: those of every rank."""
+        return vocabulary_runs(self._vocab if self.guessed is None else len(self.guessed), ranks.size)
+
+    def _own_run(self, table: Tensor) -> Tensor:
+        """This rank's rows, in memory of their own: those of the others shall not stay with them."""
+        if self._ranks is None:
+            return table
+        first, last = self._runs(self._ranks)[self._ranks.rank]
+        return table[first:last].clone()
 
     @property
     def layers(self) -> tuple[DraftHead]:
@@ -154,7 +175,13 @@ class DraftHead:
 
     def narrow_logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """The same of the draft vocabulary alone."""
-        return self.head(rows if self.norm is None else self._stream(rows).normed(self.norm), None, out)
+        normed: Rows = rows if self.norm is None else self._stream(rows).normed(self.norm)
+        if self._shared_head is None:
+            return self.head(normed, None, out)
+        found = self._shared_head.logits(normed.normed() if isinstance(normed, Unnormed) else normed, None, out)
+        if found is None:
+            raise InvariantError("a head is not shared by ranks on a CPU")
+        return found
 
     def spread(self, found: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits of the draft vocabulary among those of all tokens."""

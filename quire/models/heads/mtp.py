@@ -85,7 +85,7 @@ def build_mtp(source: ModelSource, target: HeadTarget, max_model_len: int, moved
             raise ModelLoadError(f"{_STORED.get(name, name)!r} of the layer that predicts more tokens has shape "
                                  f"{tuple(tensor.shape)}, but the config asks for {shape}")
         shared = {"embed.weight": target.embed, "head.weight": target.head}.get(name)
-        if shared is None or not same_rows(tensor, target, shared):
+        if shared is None or not same_rows(tensor, shared):
             found[name] = tensor
     missing = [_STORED.get(name, name) for name in wanted if name not in found]
     if missing:

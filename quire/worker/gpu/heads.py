@@ -114,12 +114,12 @@ class HeadRows(ResidualStream):
 
 class HeadPasses(DevicePasses):
     """Passes of a head. It guesses after the tokens whose logits are asked for: there its output is kept as the hidden
-    state that the target has not computed yet."""
+    state that the target has not computed yet. Every one of the `ranks` makes them, and draws the same."""
 
-    def __init__(self, head: DraftHead, ops: Ops, states: KeptStates) -> None:
+    def __init__(self, head: DraftHead, ops: Ops, states: KeptStates, ranks: DeviceRanks | None) -> None:
         self.decoder = head
         self.place = Place()
-        self._ranks = DeviceRanks()
+        self._ranks = DeviceRanks() if ranks is None else ranks
         self._ops = ops
         self._head = head
         self._states = states
@@ -147,5 +147,5 @@ class HeadRunner(SpanRunner):
     with its hidden states."""
 
     def __init__(self, head: DraftHead, ops: Ops, table: DeviceTable, device: torch.device, *, states: KeptStates,
-                 **options: Any) -> None:
-        super().__init__(head, ops, table, device, passes=HeadPasses(head, ops, states), **options)
+                 ranks: DeviceRanks | None = None, **options: Any) -> None:
+        super().__init__(head, ops, table, device, passes=HeadPasses(head, ops, states, ranks), **options)

@@ -221,8 +221,13 @@ class GpuWorker:
     def _build_draft_model(self, length: int, dtype: torch.dtype) -> Decoder | DraftHead | None:
         asked = self._speculation
         if asked is not None and asked.head is not None:
-            with reading_draft_model(asked.options.model), torch.device(self.device):
-                return asked.head(self.decoder, self.device, length)
+            ranks = DeviceRanks() if self._share is None else self._share.ranks
+            # Ranks read rows of the tables that they share.
+            with reading_draft_model(asked.options.model), torch.device(self.device), ranks.watched():
+                head = asked.head(self.decoder, self.device, length)
+                if ranks.group is not None:
+                    ranks.group.settle()
+                return head
         if asked is None or asked.config is None:
             return None
         weights = asked.weights
@@ -272,6 +277,7 @@ class GpuWorker:
             DraftView(self.table, [draft_group(self.spec)]),
             self.device,
             states=self._states,
+            ranks=None if self._share is None else self._share.ranks,
             **self._span_options(asked),
         )
 
@@ -457,21 +463,24 @@ class GpuWorker:
             torch.cuda.empty_cache()
             return failed(explain(error))
         self._copies.launched(plan, future)
-        if plan.drafts_follow:
-            self._draft_on(pending)
-        return future
+        lost = self._draft_on(pending) if plan.drafts_follow else None
+        return future if lost is None else failed(lost)
 
-    def _draft_on(self, pending: PendingStep) -> None:
+    def _draft_on(self, pending: PendingStep) -> Exception | None:
         """Drafts for the next step. That step needs none of them, and this one is under way: what fails here costs no
-        token, and a GPU that is broken says so with the next result."""
+        token, and a GPU that is broken says so with the next result. But not with several ranks: the others have
+        launched the same drafts, and wait for this rank in them."""
         try:
             with torch.inference_mode():
                 if self._runner.draft_on(pending):
                     self._copies.drafting()
         except Exception as error:
             self._copies.failed()
+            if not self.shard.is_whole:
+                return explain(error) if ran_out(error) else error
             if ran_out(error):
                 torch.cuda.empty_cache()
+        return None
 
     @property
     def launch(self) -> Callable[[StepPlan], Future[StepResult]]:

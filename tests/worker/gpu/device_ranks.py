@@ -24,6 +24,8 @@ from quire.worker.gpu.worker import GpuWorker, RankShare
 from tests.parallel_ranks.rank_threads import side_by_side
 
 SECONDS = 120.0
+Weights = Callable[..., Any]
+"""Of a config, those that `parts` of it want."""
 
 
 class _Rows:
@@ -71,7 +73,8 @@ class DeviceRankWorkers:
     """The workers of all ranks, which carry out each plan together."""
 
     def __init__(self, config: dict[str, Any], cache: CacheConfig, options: DeviceOptions, tensor_size: int,
-                 num_stages: int, speculation: Callable[[], Speculation | None] = lambda: None) -> None:
+                 num_stages: int, speculation: Callable[[], Speculation | None] = lambda: None,
+                 weights: Weights = dummy_weights) -> None:
         self.places = Place.all(tensor_size, num_stages)
         self.ranks, self._give_up = device_ranks(tensor_size, num_stages)
         spec = read_spec(config)
@@ -79,7 +82,7 @@ class DeviceRankWorkers:
 
         def build(place: Place, ranks: DeviceRanks) -> GpuWorker:
             shard = shard_of(spec, place, stages_help=False)
-            return GpuWorker(config, dummy_weights(config, parts=stored_parts(config, shard)), cache, options,
+            return GpuWorker(config, weights(config, parts=stored_parts(config, shard)), cache, options,
                              ops=CpuOps(num_threads=1), speculation=speculation(),
                              share=RankShare(shard, ranks, lambda pool: pool))
 
@@ -101,7 +104,13 @@ class DeviceRankWorkers:
         if not place.is_last:
             for row, position, tokens in self._drawn:
                 worker.learn(row, position, tokens)
-        return worker.execute(plan)
+        result = worker.execute(plan)
+        reports = list(result.arrivals)
+        # The plans that follow were made when these had arrived.
+        while {start.number for start in plan.transfers} - {report.number for report in reports if report.finished}:
+            assert worker.arrivals.wait(SECONDS)
+            reports += worker.arrivals.take()
+        return result
 
     def close(self) -> None:
         for worker in self.workers:

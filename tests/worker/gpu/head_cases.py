@@ -13,6 +13,7 @@ from quire.models.decoder import Decoder
 from quire.models.heads.build import read_head
 from quire.models.heads.head import DraftHead
 from quire.models.heads.mtp import read_mtp
+from quire.models.stored_parts import StoredParts
 from quire.speculation.choice import DraftChoice
 from quire.speculation.device_speculator import DeviceSpeculator
 from quire.speculation.options import SpeculationOptions
@@ -25,9 +26,9 @@ LATENT: dict[str, Any] = {**_BASE["deepseek_v3"][2], "architectures": ["Deepseek
 TARGETS: dict[str, dict[str, Any]] = {"eagle": QWEN3, "eagle3": QWEN3, "mtp": LATENT}
 
 
-def faint(config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def faint(config: dict[str, Any], parts: StoredParts | None = None) -> Iterator[tuple[str, Tensor]]:
     """Layers that say little: after a token comes what its embedding says, so that a head can guess it."""
-    for name, tensor in dummy_weights(config):
+    for name, tensor in dummy_weights(config, parts=parts):
         yield name, tensor * 0.05 if name.endswith(("o_proj.weight", "down_proj.weight")) else tensor
 
 
