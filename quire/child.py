@@ -14,6 +14,8 @@ import signal
 import sys
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
+
 
 def module_command(module: str, *arguments: str) -> list[str]:
     """The command that runs a module of this package; use it with `child_environment`."""
@@ -33,6 +35,15 @@ def child_environment(**changes: str) -> dict[str, str]:
         # An empty entry, as `PYTHONPATH=$PYTHONPATH:/more` leaves it, stands for the current directory.
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path.split(os.pathsep)))
     return environment | changes
+
+
+def end_with_parent(parent: int) -> None:
+    """The kernel kills this process when the thread that started it ends: also when it is stopped and hears nothing."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def explain_exit(code: int) -> str:

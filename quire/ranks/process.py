@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -11,22 +10,14 @@ import socket
 import sys
 from pathlib import Path
 
+from quire.child import end_with_parent
 from quire.ranks.frames import FrameSocket
 from quire.ranks.rank import Rank
-
-_PR_SET_PDEATHSIG = 1
-
-
-def _end_with_parent(parent: int) -> None:
-    """The kernel kills this process when the thread that started it ends: also when it is stopped and hears nothing."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def main(argv: list[str]) -> int:
     fd, parent = map(int, argv)
-    _end_with_parent(parent)
+    end_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # when to stop is the engine's decision
     with contextlib.suppress(OSError):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from quire.kvtransfer.memory import KVMemory
     from quire.models.loader.source import ModelSource
     from quire.models.spec import DecoderSpec
+    from quire.worker.gpu.compile_ahead.start import CompileAhead
+    from quire.worker.gpu.options import DeviceOptions
     from quire.worker.memory import PoolSize
     from quire.worker.unit_transfer import UnitTransfer
 
@@ -167,9 +169,24 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
     from quire.worker.gpu.worker import GpuWorker
 
     options = device_options(config, read_spec(source.config).max_positions)
-    weights = None if config.model.load_format == "dummy" else _device_weights(source, config)
-    worker = GpuWorker(source.config, weights, config.cache, options, speculation=speculation_of(config, source))
+    ahead = _compile_ahead(source, config, options)
+    try:
+        weights = None if config.model.load_format == "dummy" else _device_weights(source, config)
+        worker = GpuWorker(source.config, weights, config.cache, options, speculation=speculation_of(config, source),
+                           kernels_ready=None if ahead is None else ahead.wait)
+    finally:
+        if ahead is not None:
+            ahead.close()
     return worker, DeviceExecutor(worker, worker.expert_load)
+
+
+def _compile_ahead(source: ModelSource, config: EngineConfig, options: DeviceOptions) -> CompileAhead | None:
+    """Of weights that a file stores quantized nobody knows the kernels before they are loaded."""
+    from quire.worker.gpu.compile_ahead.start import compile_ahead
+
+    if not config.model.compile_ahead or (source.stores_codes and not config.model.asks_for_floats):
+        return None
+    return compile_ahead(source.config, options, config.cache.block_size)
 
 
 def _device_weights(source: ModelSource, config: EngineConfig) -> Iterator[tuple[str, StoredWeight]]:

@@ -188,6 +188,12 @@ class PaddedSteps:
                 self._graphs.capture([rung])
         self._replays = True
 
+    def launch_all(self) -> None:
+        """Every shape once, outside graphs, with padding."""
+        for rung in self.rungs.all:
+            self.rungs.empty(rung).send(self._device, self._stage)
+            self._run(rung)
+
     def run(
         self, rung: MixedRung, batch: MixedBatch, reads: LogitRows, entries: Sequence[PlanEntry], slot: int
     ) -> None:

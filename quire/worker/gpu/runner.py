@@ -6,7 +6,7 @@ can be captured as a graph and replayed; so is a small mixed one (`padded`). Any
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -44,6 +44,8 @@ from quire.worker.gpu.trees import TreeSteps, as_chain, nodes_as_decodes
 MOST_RESTING = 8
 """Rows of a decode step that may leave out what a draft head reads: what that takes shows in small steps, and every
 size is a captured graph more."""
+_PLAIN, _LONG, _RESTING = "plain", "long", "resting"
+"""Kinds of decode steps, each with graphs of its own."""
 
 
 class DeviceRunner:
@@ -129,15 +131,30 @@ class DeviceRunner:
             self.trees.capture()
         if self.graphs is None:
             return
-        fuse_rope = self.contexts.fuse_rope
-        if fuse_rope and self.rungs[-1] > max_num_seqs:
-            self.graphs.capture(self.rungs, separate_rope=True)
-        last = rung_for(self.rungs, max_num_seqs) if fuse_rope else self.rungs[-1]
-        self.graphs.capture([rung for rung in self.rungs if rung <= last])
-        if self.long_graphs is not None:
-            self.long_graphs.capture(self._long_rungs)
-        if self.resting_graphs is not None:
-            self.resting_graphs.capture(self.resting_rungs)
+        kinds = {_PLAIN: self.graphs, _LONG: self.long_graphs, _RESTING: self.resting_graphs}
+        for kind, rungs, separate_rope in self._captured(max_num_seqs):
+            graphs = kinds[kind]
+            if graphs is not None:
+                graphs.capture(rungs, separate_rope)
+
+    def _captured(self, max_num_seqs: int) -> list[tuple[str, list[int], bool]]:
+        """Decode steps that are captured: their kind, their rungs, and `separate_rope` of `StepLaunches.decode`."""
+        fuse_rope, rungs = self.contexts.fuse_rope, self.rungs
+        last = rung_for(rungs, max_num_seqs) if fuse_rope else rungs[-1]
+        with_drafts = [(_PLAIN, rungs, True)] if fuse_rope and rungs[-1] > max_num_seqs else []
+        return [*with_drafts, (_PLAIN, [rung for rung in rungs if rung <= last], False),
+                (_LONG, self._long_rungs, False), (_RESTING, self.resting_rungs, False)]
+
+    def launch_captured(self, max_num_seqs: int) -> None:
+        """Every step that `capture` would capture, once and outside graphs."""
+        if self.padded is not None:
+            self.padded.launch_all()
+        kinds: dict[str, Callable[[int, bool], None]] = {
+            _PLAIN: self.launches.decode, _LONG: self.launches.decode_long, _RESTING: self.launches.decode_resting,
+        }  # fmt: skip
+        for kind, rungs, separate_rope in self._captured(max_num_seqs):
+            for rung in sorted(rungs, reverse=True):
+                kinds[kind](rung, separate_rope)
 
     def run(self, plan: StepPlan) -> PendingStep:
         """Launch everything; the tokens will be in the returned tensors once the device gets there."""

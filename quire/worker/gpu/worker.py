@@ -86,8 +86,11 @@ class GpuWorker:
         ops: Ops | None = None,
         speculation: Speculation | None = None,
         share: RankShare | None = None,
+        kernels_ready: Callable[[], None] | None = None,
     ) -> None:
+        """`kernels_ready`: waits for those who compile kernels beside this start; called before the first step."""
         self.spec = read_spec(config)
+        self._kernels_ready = kernels_ready
         self._share = share
         self.shard = shard_of(self.spec, Place()) if share is None else share.shard
         self._speculation = speculation
@@ -215,6 +218,10 @@ class GpuWorker:
             for decodes in (1, 12, 140):
                 self._warm_up(min(decodes, self._options.max_num_seqs - 1))
         self._mark("warm_up", started)
+
+    def launch_captured(self) -> None:
+        """Every step that a start captures, once and outside graphs: for whoever wants to know their kernels."""
+        self._runner.launch_captured(self._options.max_num_seqs)
 
     # ---- a model that proposes
 
@@ -366,6 +373,10 @@ class GpuWorker:
 
     def _size_pool(self, cache: CacheConfig, length: int) -> PoolSize:
         started = time.perf_counter()
+        if self._kernels_ready is not None:
+            self._kernels_ready()
+            self._mark("kernels", started)
+            started = time.perf_counter()
         if self.device.type != "cuda":
             blocks = cache.num_kv_blocks or -(-length // cache.block_size) * 4
             per_block = self.spec.kv_bytes_per_block(cache.block_size)
