@@ -59,8 +59,8 @@ class ModelConfig:
               "(part of the prompt) and say")
     enforce_eager: bool = option(False, "on a GPU: launch every kernel anew instead of replaying captured graphs")
     compile_ahead: bool = option(
-        False, "on one Hopper GPU: compile the kernels of a first start in processes beside it, while weights load (needs "
-               "eight cores; what is missing is compiled as without it)")
+        False, "on one Hopper GPU: compile the kernels of a first start in processes beside it, while weights load "
+               "(needs eight cores; what is missing is compiled as without it)")
     deterministic: bool = option(
         False, "on a GPU: the same bits whatever the batch, chunks, cache and graphs, at some cost in speed "
                "(a CPU always has them)")

@@ -219,7 +219,9 @@ def _drafts(spec: DecoderSpec, config: EngineConfig, shards: list[Shard]) -> tup
     return draft_kv(config, spec), [draft_parameters(config, shard) for shard in shards]
 
 
-def _gpu_drafts(config: EngineConfig) -> Callable[[Shard], GpuDraft]:
+def _gpu_drafts(config: EngineConfig) -> Callable[[Shard], GpuDraft] | None:
+    if config.speculation.options is None:
+        return None
     from quire.worker.draft_memory import gpu_draft
 
     return functools.partial(gpu_draft, config)

@@ -266,7 +266,7 @@ def test_what_it_cannot_find_out_stops_no_start(monkeypatch: pytest.MonkeyPatch,
 
 
 def start_of_an_engine(
-    monkeypatch: pytest.MonkeyPatch, fails: bool = False, stores_codes: bool = False
+    monkeypatch: pytest.MonkeyPatch, fails: bool = False, stores_codes: bool = False, **asked: Any
 ) -> list[str]:
     """What happens, in order."""
     called: list[str] = []
@@ -291,7 +291,8 @@ def start_of_an_engine(
 
     monkeypatch.setattr(start_module, "compile_ahead", begin)
     monkeypatch.setattr(worker_module, "GpuWorker", Worker)
-    config = EngineConfig.create(model="m", load_format="dummy", device="cuda", max_model_len=600)
+    config = EngineConfig.create(model="m", load_format="dummy", device="cuda", max_model_len=600,
+                                 **{"compile_ahead": True, **asked})
     source: Any = SimpleNamespace(config=SMALL, stores_codes=stores_codes)
     with pytest.raises(MemoryError) if fails else nullcontext():
         device_module._gpu_worker(source, config)
@@ -304,6 +305,7 @@ def test_an_engine_waits_for_kernels_when_its_weights_are_there_and_ends_who_is_
     assert start_of_an_engine(monkeypatch) == ["begin", "weights", "wait", "close"]
     assert start_of_an_engine(monkeypatch, fails=True) == ["begin", "weights", "close"]
     assert start_of_an_engine(monkeypatch, stores_codes=True) == ["weights"]
+    assert start_of_an_engine(monkeypatch, compile_ahead=False) == ["weights"]
 
 
 def test_a_worker_waits_for_kernels_once_before_a_step() -> None:
