@@ -45,9 +45,8 @@ def _beside(folder: Path) -> dict[str, Any] | None:
         if not isinstance(stored, Mapping):
             raise ModelLoadError(f"{folder / MODELOPT_FILE} does not say its 'quantization'")
         return {"quant_method": "modelopt", **stored}
-    if (folder / GPTQ_FILE).is_file():
-        return {"quant_method": "gptq", **read_json_object(folder / GPTQ_FILE)}
-    if (folder / AWQ_FILE).is_file():
-        said = read_json_object(folder / AWQ_FILE)
-        return {"quant_method": "awq", **{_AWQ_NAMES.get(name, name): value for name, value in said.items()}}
+    for file, method, bits in ((GPTQ_FILE, "gptq", "bits"), (AWQ_FILE, "awq", "w_bit")):
+        said = read_json_object(folder / file) if (folder / file).is_file() else {}
+        if bits in said:  # another tool's file of that name has none
+            return {"quant_method": method, **{_AWQ_NAMES.get(name, name): value for name, value in said.items()}}
     return None

@@ -87,3 +87,13 @@ def test_a_field_of_another_place_is_refused_by_name(file: str, said: Config, fi
     (tmp_path / file).write_text("[]")
     with pytest.raises(ModelLoadError, match=file):
         resolve_model(str(tmp_path))
+
+
+def test_another_tools_file_of_the_same_name_says_nothing(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, gptq(), GPTQ)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for file in ("quantize_config.json", "quant_config.json"):
+        (tmp_path / file).write_text(json.dumps({"export": "onnx"}))
+    assert "quantization_config" not in resolve_model(str(tmp_path)).config
