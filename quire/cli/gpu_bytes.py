@@ -4,10 +4,12 @@ and `ops/device_experts.py`, without torch. Rows that fill up the last tile of 4
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quire.models.loader.stored_forms import StoredForm
+    from quire.models.shard import Cut
 
 MADE = ("none", "fp8", "int8", "int4")
 """By `quantization`: what becomes of weights that the file stores as floats."""
@@ -34,6 +36,20 @@ def made_expert_bytes(made: str, rows: int, columns: int) -> int:
     if made == "int4":
         return rows * (_filled(columns, 4) // 2 + 4 * columns // group)
     return rows * (_filled(columns, 8) + 4)
+
+
+def part_form(form: StoredForm, cut: Cut | None, width: int) -> StoredForm | None:
+    """Of a rank's part of a dense weight of so many columns; None: floats are made of it."""
+    if cut is None or cut.dim == 0:
+        return form
+    if form.ordered:
+        return None
+    if form.kind != "fp8" or form.group is None:
+        return form
+    group = math.gcd(form.group, *(edge for edge in (cut.start, cut.stop) if edge != width))
+    if group == form.group:
+        return form
+    return replace(form, group=None) if cut.stop - cut.start <= group else None
 
 
 def stored_bytes(form: StoredForm, rows: int, columns: int) -> int:

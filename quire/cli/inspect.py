@@ -58,9 +58,11 @@ def run(args: argparse.Namespace) -> int:
     plain = read_spec(source.config)
     spec = plain.with_kv_dtype(config.cache.kv_cache_dtype)
     facts = {**_identity(source), **_shape(spec)}
-    facts["file_bytes"] = facts["stored_bytes"] if source.stores_integers else None
+    forms = source.stored_forms()
+    in_floats = any(form.ordered for form in forms.values())  # a CPU has no kernel for act-order
+    facts["file_bytes"] = facts["stored_bytes"] if source.stores_integers and not in_floats else None
     facts |= _memory(spec, config, facts["file_bytes"])
-    facts["on_gpu"] = gpu_facts(plain, source.config, source.stored_forms(), _sizes(config), _gpu_drafts(config))
+    facts["on_gpu"] = gpu_facts(plain, source.config, forms, _sizes(config), _gpu_drafts(config))
     facts["longrope"] = _longrope(spec, config.model.max_model_len)
     print(json.dumps(facts) if args.json else _page(facts))
     return 0

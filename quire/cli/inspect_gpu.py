@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.gpu_bytes import MADE, made_bytes, made_expert_bytes, stored_bytes, stored_expert_bytes
+from quire.cli.gpu_bytes import MADE, made_bytes, made_expert_bytes, part_form, stored_bytes, stored_expert_bytes
 from quire.cli.inspect_ranks import draft_text
 from quire.cli.terminal import size_text
 
@@ -38,14 +38,14 @@ def gpu_facts(spec: DecoderSpec, config: Mapping[str, Any], forms: Mapping[str, 
 
     names = family_of(config).names if forms else None
     kept = {} if names is None else _kept(spec.parameters(), names, forms)
-    whole = _weights(spec.parameters(), kept)
+    whole = _weights(spec.parameters(), kept, bool(kept))
     shown = [name for name in whole if name in ("none", "file") or not kept or whole[name] != whole["file"]]
     whole = {name: whole[name] for name in shown}
     ranks = []
     for place in Place.all(*sizes):
         shard = shard_of(spec, place, stages_help=False)
         kv = shard.kv_bytes_per_block(1, element_size=1)
-        taken = _weights(shard.parameters, kept)
+        taken = _weights(shard.parameters, _kept_of(shard, kept), bool(kept))
         ranks.append({"rank": place.index, "weight_bytes": {name: taken[name] for name in shown},
                       "kv_bytes_per_token": {"auto": 2 * kv, "fp8": kv}, **_draft(draft_of, shard)})
     tokens = {f"{size} GB": {name: min(_tokens(size, rank, name) for rank in ranks) for name in whole}
@@ -75,17 +75,24 @@ def _kept(parameters: Iterable[str], names: WeightNames, forms: Mapping[str, Sto
     return found
 
 
-def _weights(parameters: Mapping[str, Shape], kept: Mapping[str, StoredForm]) -> dict[str, int]:
-    """Bytes of parameters, by `quantization`."""
-    found = dict.fromkeys(("none", "file", *MADE[1:]) if kept else MADE, 0)
+def _kept_of(shard: Shard, kept: Mapping[str, StoredForm]) -> dict[str, StoredForm | None]:
+    """The same of a rank's parts; None: floats are made of one that codes cannot be cut for."""
+    whole = shard.spec.parameters()
+    return {name: part_form(form, shard.cut(name), whole[name][1]) for name, form in kept.items()
+            if name in shard.parameters}
+
+
+def _weights(parameters: Mapping[str, Shape], kept: Mapping[str, StoredForm | None], file: bool) -> dict[str, int]:
+    """Bytes of parameters, by `quantization`; `file`: of a model that stores quantized weights."""
+    found = dict.fromkeys(("none", "file", *MADE[1:]) if file else MADE, 0)
     for name, shape in parameters.items():
         expert = _EXPERT.fullmatch(name) is not None
         rounded = len(shape) == 2 and (expert or _PROJECTION.fullmatch(name) is not None)
         for made in found:
-            if not rounded or made == "none":
+            if not rounded or made == "none" or (name in kept and kept[name] is None):
                 found[made] += 2 * math.prod(shape)
-            elif name in kept:
-                found[made] += (stored_expert_bytes if expert else stored_bytes)(kept[name], *shape)
+            elif (form := kept.get(name)) is not None:
+                found[made] += (stored_expert_bytes if expert else stored_bytes)(form, *shape)
             else:
                 found[made] += (made_expert_bytes if expert else made_bytes)(made, *shape)
     return found

@@ -390,7 +390,8 @@ def joined_fp8(parts: Sequence[Fp8Weight], dim: int) -> Fp8Weight:
     if len(parts) == 1:
         return parts[0]
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts], dim).view(torch.float8_e4m3fn)
-    one_scale = dim == 1 and all(torch.equal(part.scales, parts[0].scales) for part in parts)
+    one_scale = dim == 1 and parts[0].scales.shape[1] == 1 and all(
+        torch.equal(part.scales, parts[0].scales) for part in parts)
     scales = parts[0].scales if one_scale else torch.cat([part.scales for part in parts], dim)
     group = codes.shape[1] if one_scale else parts[0].group
     return replace(parts[0], codes=codes, scales=scales, group=group)

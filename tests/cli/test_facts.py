@@ -14,10 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from quire.cli.gpu_bytes import made_bytes
 from quire.config import CPU_DEFAULTS
+from quire.models.build import stored_parts
 from quire.models.loader.catalog import CATALOG
 from quire.models.loader.pull import STAMP, model_folder
 from quire.models.loader.source import resolve_model
+from quire.models.registry import read_spec
+from quire.models.shard import shard_of
 from quire.ops.triton import TritonOps
+from quire.parallel.place import Place
 from tests.checkpoints import make_checkpoint, make_model, weights_of
 from tests.cli.conftest import Done
 from tests.eagle_heads import make_head
@@ -121,6 +125,38 @@ def test_inspect_counts_what_a_quantized_file_takes_on_a_gpu(
         assert facts["ranks"][0]["weight_bytes"] == facts["file_bytes"] < facts["weight_bytes"]
     halves = facts_of(inside("inspect", str(tmp_path), "--json", "--tensor-parallel-size", "2"))["on_gpu"]["ranks"]
     assert all(rank["weight_bytes"]["file"] < 0.6 * whole for rank in halves)
+
+
+_CUT: dict[str, tuple[Packer, dict[str, Any]]] = {
+    "fp8 blocks": KINDS["blocks"],
+    "act-order": (gptq(8, act_order=True), GPTQ | {"bits": 8, "desc_act": True}),
+    "fp8 rows": KINDS["compressed, a scale a row"],
+}
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("fp8 blocks", 2), ("fp8 blocks", 3), ("act-order", 2), ("fp8 rows", 3)])
+def test_inspect_counts_parts_that_ranks_cut_as_they_are_packed(
+    kind: str, ranks: int, tmp_path: Path, inside: Callable[..., Done]
+) -> None:
+    """Floats where a cut by columns goes through an fp8 block, or through groups of act-order."""
+    sizes = {"hidden_size": 384, "intermediate_size": 640, "num_attention_heads": 6, "num_key_value_heads": 3,
+             "head_dim": 64}
+    write_checkpoint(tmp_path, *_CUT[kind], **sizes)
+    words = ("inspect", str(tmp_path), "--json", "--tensor-parallel-size", str(ranks))
+    found = facts_of(inside(*words))["on_gpu"]["ranks"]
+    source, ops, in_floats = resolve_model(str(tmp_path)), TritonOps("cpu", torch.bfloat16), 0
+    for place, rank in zip(Place.all(ranks, 1), found, strict=True):
+        shard = shard_of(read_spec(source.config), place, stages_help=False)
+        taken = 0
+        for name, weight in source.stored_weights(stored_parts(source.config, shard)):
+            kept = ops.quantized(weight) if name.endswith("_proj.weight") else None
+            in_floats += kept is None and name.endswith("_proj.weight")
+            taken += 2 * math.prod(weight.shape) if kept is None else ops.pack_quantized([kept]).nbytes
+        assert rank["weight_bytes"]["file"] == taken
+    assert (in_floats > 0) == (kind != "fp8 rows")
+    if kind == "act-order":  # which a CPU multiplies in float32
+        facts = facts_of(inside("inspect", str(tmp_path), "--json"))
+        assert facts["file_bytes"] is None and facts["ranks"][0]["weight_bytes"] == facts["weight_bytes"]
 
 
 def _leave_in_floats(folder: Path, names: tuple[str, ...]) -> None:

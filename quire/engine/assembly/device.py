@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 from quire.config import EngineConfig, ModelConfig, SchedulerConfig
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from quire.worker.gpu.options import DeviceOptions
     from quire.worker.memory import PoolSize
     from quire.worker.unit_transfer import UnitTransfer
+
+
+log = logging.getLogger("quire.engine")
 
 
 class ModelWorker(Protocol):
@@ -60,6 +64,9 @@ def resolve(config: EngineConfig, source: ModelSource | None = None) -> EngineCo
 def _quantization(model: ModelConfig, source: ModelSource | None, gpu: bool) -> str | None:
     """A GPU keeps whatever quantized weights a file has, a CPU its integers, unless floats are asked for
     (docs/quantization.md says why)."""
+    if model.asks_for_floats and source is not None and source.stores_codes:
+        log.info("dtype=%r makes floats of the quantized weights of %s: quantization='file' keeps their bits",
+                 model.dtype, source.name)
     if model.quantization is not None or model.asks_for_floats or source is None:
         return model.quantization
     return "file" if (source.stores_codes if gpu else source.stores_integers) else None

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
-from quire.errors import ModelLoadError, UnsupportedModelError
-from quire.models.loader.json_file import read_json_object
+from quire.errors import UnsupportedModelError
 
 FIELD = "quantization_config"
-MODELOPT_FILE = "hf_quant_config.json"
 _STRATEGIES = ("tensor", "channel", "block")
 _STATES = ("compressed", "frozen")
+_UNSUPPORTED = ("dynamic", "rotation", "adapter", "transform_config")
+"""`dynamic`: layers or modules with settings of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,7 @@ def fp8_scheme(config: Mapping[str, Any]) -> Fp8Scheme | None:
     stored = config.get(FIELD)
     if not isinstance(stored, Mapping):
         return None
+    check_extras(stored)
     method = stored.get("quant_method")
     if method == "fp8":
         return _plain(stored)
@@ -60,22 +60,10 @@ def _plain(stored: Mapping[str, Any]) -> Fp8Scheme:
     return Fp8Scheme("weight_scale_inv", 128)
 
 
-def beside(path: Path) -> dict[str, Any]:
-    """What ModelOpt's own file beside a config.json says, as `quantization_config` would; nothing without the file."""
-    place = path / MODELOPT_FILE
-    if not place.is_file():
-        return {}
-    stored = read_json_object(place).get("quantization")
-    if not isinstance(stored, Mapping):
-        raise ModelLoadError(f"{place} does not say its 'quantization'")
-    return {FIELD: {"quant_method": "modelopt", **stored}}
-
-
 def _modelopt(stored: Mapping[str, Any]) -> Fp8Scheme:
     algorithm = stored.get("quant_algo")
     if algorithm != "FP8":
         _refuse("quant_algo", algorithm, "; known: FP8")
-    check_kv_scheme(stored)
     kv = stored.get("kv_cache_quant_algo")
     if kv not in (None, "FP8"):
         _refuse("kv_cache_quant_algo", kv, "; known: FP8")
@@ -92,12 +80,6 @@ def _is_float(stored: Mapping[str, Any]) -> bool:
 
 
 def _compressed(stored: Mapping[str, Any]) -> Fp8Scheme:
-    check_kv_scheme(stored)
-    if stored.get("transform_config"):
-        _refuse("transform_config", stored["transform_config"])
-    sparsity = stored.get("sparsity_config")
-    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in (None, "dense")):
-        _refuse("sparsity_config", sparsity)
     check_status(stored)
     found = {_compressed_group(f"config_groups.{name}", group, stored.get("format"))
              for name, group in stored["config_groups"].items()}
@@ -114,9 +96,20 @@ def check_status(stored: Mapping[str, Any]) -> None:
         _refuse("quantization_status", status, f"; known: {', '.join(_STATES)}")
 
 
-def check_kv_scheme(stored: Mapping[str, Any]) -> None:
-    """Refuses a `kv_cache_scheme` of compressed-tensors other than fp8 with scales that the checkpoint brings. A cache
-    in 16 bits needs none of them: they count with kv_cache_dtype='fp8'."""
+def check_extras(stored: Mapping[str, Any]) -> None:
+    """Refuses what would change results whatever the method is, and is not supported."""
+    for field in _UNSUPPORTED:
+        if stored.get(field):
+            _refuse(field, stored[field])
+    sparsity = stored.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in (None, "dense")):
+        _refuse("sparsity_config", sparsity)
+    _check_kv_scheme(stored)
+
+
+def _check_kv_scheme(stored: Mapping[str, Any]) -> None:
+    """Refuses a `kv_cache_scheme` other than fp8 with scales that the checkpoint brings. A cache in 16 bits needs none
+    of them: they count with kv_cache_dtype='fp8'."""
     scheme = stored.get("kv_cache_scheme")
     if scheme is None:
         return

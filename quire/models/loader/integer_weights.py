@@ -283,6 +283,9 @@ class _Reader:
         """int64 [K], the group of each column; None: those of neighbours."""
         order = self._tensor(member) if member in self._members else None
         usual = torch.arange(width) // group
+        if order is None and count > 1 and self._scheme.order_field is not None:
+            where = f"quantization_config says act-order ({self._scheme.order_field})"
+            raise ModelLoadError(f"{where}, but {self._module} has no {member}, which says the group of each column")
         if order is None or (order.shape == usual.shape and torch.equal(order.to(torch.int64), usual)):
             return None
         if order.shape != usual.shape or not 0 <= int(order.min()) <= int(order.max()) < count:

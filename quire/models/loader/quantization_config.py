@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from quire.errors import UnsupportedModelError
-from quire.models.loader.fp8_config import check_kv_scheme, check_status, fp8_scheme
+from quire.models.loader.fp8_config import check_extras, check_status, fp8_scheme
 
 Layout = Literal["awq", "gptq", "compressed-tensors"]
 FIELD = "quantization_config"
@@ -19,6 +19,8 @@ METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4", "fp8", "modelopt")
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 _STRATEGIES = ("group", "channel", "tensor")
+_ACT_ORDERS = ("group", "dynamic", True)
+"""Values of `actorder` with which groups are no neighbours; other orders leave no trace in the file."""
 _WIDTHS = (4, 8)
 
 
@@ -35,6 +37,9 @@ class IntegerScheme:
     """Added to stored zero points: GPTQ's first format stores them less one."""
     int8_rows: bool = False
     """Activations of 8-bit layers are quantized to int8 at run time, a scale for each token."""
+    order_field: str | None = None
+    """The field that says act-order: every weight of several groups then says which column is in which. None: a weight
+    may say so, or not."""
 
 
 def integer_scheme(config: Mapping[str, Any]) -> IntegerScheme | None:
@@ -44,6 +49,7 @@ def integer_scheme(config: Mapping[str, Any]) -> IntegerScheme | None:
         return None
     if not isinstance(stored, Mapping):
         _refuse("", stored)
+    check_extras(stored)
     method = stored.get("quant_method")
     if method == "mxfp4" or fp8_scheme(config) is not None:
         return None
@@ -60,35 +66,40 @@ def _awq(stored: Mapping[str, Any]) -> IntegerScheme:
     version = stored.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
         _refuse("version", version, "; known: gemm")
-    form = stored.get("checkpoint_format") or "gemm"
+    field, form = _file_format(stored, "gemm")
     if form != "gemm":
-        _refuse("checkpoint_format", form, "; known: gemm")
+        _refuse(field, form, "; known: gemm")
+    _check_words(stored)
     if stored.get("zero_point", True) is not True:
         _refuse("zero_point", stored["zero_point"], "; AWQ checkpoints store zero points")
     return IntegerScheme("awq", (_width(stored, "bits", (4,)),), (_group(stored, "group_size"),))
 
 
 def _gptq(stored: Mapping[str, Any]) -> IntegerScheme:
-    for field in ("dynamic", "rotation", "is_marlin_format", "adapter"):
-        if stored.get(field):
-            _refuse(field, stored[field])
-    if stored.get("pack_dtype", "int32") not in ("int32", None):
-        _refuse("pack_dtype", stored["pack_dtype"], "; known: int32")
-    field = "format" if not stored.get("checkpoint_format") and stored.get("format") else "checkpoint_format"
-    form = stored.get(field) or "gptq"
+    if stored.get("is_marlin_format"):
+        _refuse("is_marlin_format", stored["is_marlin_format"])
+    _check_words(stored)
+    field, form = _file_format(stored, "gptq")
     if form not in _GPTQ_FORMATS:
         _refuse(field, form, f"; known: {', '.join(_GPTQ_FORMATS)}")
     shift = 1 if form == "gptq" else 0
-    return IntegerScheme("gptq", (_width(stored, "bits", _WIDTHS),), (_group(stored, "group_size"),), shift)
+    order = "desc_act" if stored.get("desc_act") and not stored.get("static_groups") else None
+    return IntegerScheme("gptq", (_width(stored, "bits", _WIDTHS),), (_group(stored, "group_size"),), shift,
+                         order_field=order)
+
+
+def _file_format(stored: Mapping[str, Any], default: str) -> tuple[str, str]:
+    """Field and name of the layout, which newer tools write into `format`."""
+    field = "format" if not stored.get("checkpoint_format") and stored.get("format") else "checkpoint_format"
+    return field, stored.get(field) or default
+
+
+def _check_words(stored: Mapping[str, Any]) -> None:
+    if stored.get("pack_dtype", "int32") not in ("int32", None):
+        _refuse("pack_dtype", stored["pack_dtype"], "; known: int32")
 
 
 def _compressed(stored: Mapping[str, Any]) -> IntegerScheme:
-    check_kv_scheme(stored)
-    if stored.get("transform_config"):
-        _refuse("transform_config", stored["transform_config"])
-    sparsity = stored.get("sparsity_config")
-    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in (None, "dense")):
-        _refuse("sparsity_config", sparsity)
     check_status(stored)
     groups = stored.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
@@ -100,7 +111,9 @@ def _compressed(stored: Mapping[str, Any]) -> IntegerScheme:
         bits[width], sizes[size] = None, None
     dynamic = all(isinstance(group, Mapping) and group.get("input_activations") is not None
                   for group in groups.values())
-    return IntegerScheme("compressed-tensors", tuple(bits), tuple(sizes), int8_rows=dynamic)
+    ordered = all(group["weights"].get("actorder") in _ACT_ORDERS for group in groups.values())
+    return IntegerScheme("compressed-tensors", tuple(bits), tuple(sizes), int8_rows=dynamic,
+                         order_field="actorder" if ordered else None)
 
 
 def _compressed_group(place: str, group: object, whole_format: object) -> tuple[int, int | None]:

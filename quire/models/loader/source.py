@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from quire.errors import ConfigError, ModelLoadError
-from quire.models.loader import fp8_config, mxfp4, safetensors
+from quire.models.loader import mxfp4, safetensors
 from quire.models.loader.catalog import CATALOG
 from quire.models.loader.fp8_config import fp8_scheme
 from quire.models.loader.gguf import GgufFile, GgufTensor
@@ -28,6 +28,7 @@ from quire.models.loader.json_file import read_json_object
 from quire.models.loader.latent_halves import join, joined, whole_of
 from quire.models.loader.pull import pull
 from quire.models.loader.quantization_config import integer_scheme
+from quire.models.loader.quantization_files import with_quantization
 from quire.models.loader.stored_forms import StoredForm, folder_forms, gguf_form
 from quire.models.stored_parts import NOTHING, Ranges, StoredParts, take
 from quire.tokenizer.from_folder import has_tokenizer, tokenizer_from_folder
@@ -366,7 +367,7 @@ class FolderSource(ModelSource):
         self, name: str, path: Path, tokenizer_path: Path | None = None, dummy: bool = False
     ) -> None:
         super().__init__(name, path, tokenizer_path, dummy)
-        self._config = {**fp8_config.beside(path), **read_json_object(path / "config.json")}
+        self._config = with_quantization(read_json_object(path / "config.json"), path)
         architectures = self._config.get("architectures")
         if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
             raise ModelLoadError(f"{path / 'config.json'} does not say the model's 'architectures'")

@@ -27,6 +27,8 @@ class StoredForm:
     """Groups have minima or zero points of their own."""
     int8_rows: bool = False
     """The file asks for activations in int8."""
+    ordered: bool = False
+    """Columns of a group lie anywhere (act-order)."""
 
 
 _MXFP4 = StoredForm("mxfp4", 4, 32)
@@ -62,11 +64,16 @@ def _integer_forms(
     for module, held in _modules(folder):
         if scheme.layout == "compressed-tensors" and "weight_scale" in held:
             bits, group = _compressed_form(module, held, scheme)
-            rows = scheme.int8_rows and bits == 8
-            yield module, StoredForm("integers", bits, group, "weight_zero_point" in held, rows)
+            rows, ordered = scheme.int8_rows and bits == 8, _ordered(scheme, group)
+            yield module, StoredForm("integers", bits, group, "weight_zero_point" in held, rows, ordered)
         elif scheme.layout != "compressed-tensors" and "qweight" in held:
             zero_points = scheme.layout == "awq" or not stored.get("sym", True)
-            yield module, StoredForm("integers", scheme.bits[0], scheme.groups[0], zero_points)
+            group = scheme.groups[0]
+            yield module, StoredForm("integers", scheme.bits[0], group, zero_points, ordered=_ordered(scheme, group))
+
+
+def _ordered(scheme: IntegerScheme, group: int | None) -> bool:
+    return scheme.order_field is not None and group is not None
 
 
 def _compressed_form(module: str, held: Mapping[str, Shape], scheme: IntegerScheme) -> tuple[int, int | None]:

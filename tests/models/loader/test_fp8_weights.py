@@ -195,6 +195,8 @@ def test_rows_columns_and_parts_of_an_fp8_weight_are_those_of_its_floats() -> No
     assert finer.group == 32 and torch.equal(finer.columns(96, 384).dequantized(), floats[:, 96:])
     assert torch.equal(joined_fp8([weight.columns(0, 128), weight.columns(256, 384)], 1).dequantized(),
                        torch.cat([floats[:, :128], floats[:, 256:]], 1))
+    alike = Fp8Weight(codes[:, :256], torch.rand(256, 2), 128)
+    assert torch.equal(joined_fp8([alike, alike], 1).dequantized(), torch.cat([alike.dequantized()] * 2, 1))
     one = Fp8Weight(codes, torch.rand(256, 1), 384)
     assert torch.equal(joined_fp8([one.columns(0, 64), one.columns(96, 384)], 1).dequantized(),
                        torch.cat([one.dequantized()[:, :64], one.dequantized()[:, 96:]], 1))

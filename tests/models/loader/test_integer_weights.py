@@ -20,6 +20,7 @@ from quire.models.shard import shard_of
 from quire.models.stored_parts import NOTHING, take
 from quire.ops.reference import TorchOps
 from quire.parallel.place import Place
+from tests.fp8_checkpoints import BLOCKS
 from tests.integer_checkpoints import AWQ, GPTQ, Packer, awq, compressed, compressed_config, gptq, write_checkpoint
 
 COMPRESSED = compressed_config()
@@ -147,6 +148,8 @@ DYNAMIC = {"num_bits": 8, "dynamic": True}
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format"),
         (GPTQ | {"format": "marlin"}, "format"),
         (AWQ | {"checkpoint_format": "gemv"}, "checkpoint_format"),
+        (AWQ | {"format": "gemv"}, "format"),
+        (AWQ | {"pack_dtype": "int16"}, "pack_dtype"),
         (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype"),
         (COMPRESSED | {"format": "float-quantized"}, "format"),
@@ -277,3 +280,51 @@ def test_ranks_leave_out_biases_of_zeros(tmp_path: Path) -> None:
     shard = shard_of(read_spec(source.config), Place.all(1, 2)[1])
     parts = stored_parts(source.config, shard)
     build_decoder(source.config, source.stored_weights(parts=parts), TorchOps(), max_model_len=64, shard=shard)
+
+
+@pytest.mark.parametrize("method", [AWQ, GPTQ, COMPRESSED, BLOCKS, {"quant_method": "mxfp4"}])
+@pytest.mark.parametrize(("field", "value", "named"), [
+    ("kv_cache_scheme", {"num_bits": 4, "type": "float"}, "kv_cache_scheme.num_bits"),
+    ("kv_cache_scheme", "static", "kv_cache_scheme"),
+    ("dynamic", {"-:.*down.*": {}}, "dynamic"),
+    ("rotation", "hadamard", "rotation"),
+    ("transform_config", {"config_groups": {"a": {}}}, "transform_config"),
+])  # fmt: skip
+def test_what_changes_results_is_refused_whatever_the_method(
+    method: dict[str, Any], field: str, value: Any, named: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=named.replace(".", r"\.") + "="):
+        integer_scheme({"quantization_config": method | {field: value}})
+
+
+@pytest.mark.parametrize(("pack", "config", "member"), [
+    (gptq(act_order=True), GPTQ | {"desc_act": True}, "g_idx"),
+    (compressed(act_order=True), _group(weights={"actorder": "group"}), "weight_g_idx"),
+])  # fmt: skip
+def test_act_order_without_the_group_of_each_column_is_refused(
+    pack: Packer, config: dict[str, Any], member: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, pack, config)
+    list(resolve_model(str(tmp_path)).stored_weights())
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({name: tensor for name, tensor in stored.items() if not name.endswith("g_idx")},
+              tmp_path / "model.safetensors")
+    field = "desc_act" if "desc_act" in config else "actorder"
+    with pytest.raises(ModelLoadError, match=rf"act-order \({field}\).*_proj has no {member}"):
+        list(resolve_model(str(tmp_path)).stored_weights())
+
+
+@pytest.mark.parametrize(("pack", "config"), [
+    (gptq(), GPTQ | {"desc_act": True, "static_groups": True}),  # columns are quantized in another order, no more
+    (gptq(group=-1), GPTQ | {"desc_act": True, "group_size": -1}),
+    (compressed(), _group(weights={"actorder": "weight"})),
+])  # fmt: skip
+def test_an_order_that_leaves_groups_together_needs_no_group_of_each_column(
+    pack: Packer, config: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = write_checkpoint(tmp_path, pack, config)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({name: tensor for name, tensor in stored.items() if not name.endswith("g_idx")},
+              tmp_path / "model.safetensors")
+    found = dict(resolve_model(str(tmp_path)).weights())
+    assert all(torch.equal(found[name], want) for name, want in expected.items())

@@ -64,6 +64,22 @@ def test_a_gpu_keeps_what_a_file_stores_quantized_unless_a_type_is_named(
     assert dummy.model.quantization is None
 
 
+@pytest.mark.parametrize(("name", "asked", "said"), [
+    ("awq", {"dtype": "bfloat16"}, True), ("fp8, blocks", {"dtype": "bfloat16"}, True),
+    ("awq", {"dtype": "float32", "device": "cpu"}, True), ("floats", {"dtype": "bfloat16"}, False),
+    ("awq", {}, False), ("awq", {"dtype": "bfloat16", "quantization": "file"}, False),
+])  # fmt: skip
+def test_making_floats_of_quantized_weights_is_logged(
+    name: str, asked: dict[str, Any], said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("quire.engine.assembly.device.missing_for_gpu", lambda: None)
+    _STORED[name][0](tmp_path)
+    caplog.set_level("INFO", "quire.engine")
+    resolve(EngineConfig.create(**{"model": str(tmp_path), "device": "cuda", **asked}), resolve_model(str(tmp_path)))
+    assert ("makes floats of the quantized weights" in caplog.text) == said
+
+
 @pytest.mark.parametrize("target", ["floats", "awq"])
 def test_a_draft_model_keeps_its_own_bits_whatever_the_target_has(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
