@@ -44,8 +44,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def eagle(head: Path, k: int = K, **more: Any) -> dict[str, Any]:
-    return {"speculative_config": {"method": "eagle", "model": str(head), "num_speculative_tokens": k,
-                                   "adaptive": False, **more}}
+    drafts = {} if "depth" in more.get("tree", {}) else {"num_speculative_tokens": k}
+    return {"speculative_config": {"method": "eagle", "model": str(head), "adaptive": False, **drafts, **more}}
 
 
 @pytest.fixture(scope="module")
