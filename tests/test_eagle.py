@@ -44,8 +44,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def eagle(head: Path, k: int = K, **more: Any) -> dict[str, Any]:
-    return {"speculative_config": {"method": "eagle", "model": str(head), "num_speculative_tokens": k,
-                                   "adaptive": False, **more}}
+    drafts = {} if "depth" in more.get("tree", {}) else {"num_speculative_tokens": k}
+    return {"speculative_config": {"method": "eagle", "model": str(head), "adaptive": False, **drafts, **more}}
 
 
 @pytest.fixture(scope="module")
@@ -312,6 +312,9 @@ def test_layers_are_numbered_by_what_they_take_in_or_by_what_they_put_out(said: 
 @pytest.mark.parametrize("changed, said", [
     ({"norm_before_fc": True}, "norm_before_fc=True"),
     ({"eagle_config": [1, 2]}, "eagle_config must be a mapping"),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config use_aux_hidden_state=False"),
+    ({"eagle_config": {"use_last_layernorm": False}}, "eagle_config use_last_layernorm=False"),
+    ({"eagle_config": {"parallel_draft_step": 4}}, "eagle_config parallel_draft_step=4"),
     ({"architectures": ["Eagle3Speculator"]}, "norm_before_residual is missing"),
     ({"architectures": ["Eagle3Speculator"], "norm_before_residual": True}, "transformer_layer_config is missing"),
     ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle"}, "speculators_model_type='eagle'"),

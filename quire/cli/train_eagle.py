@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"batches to train on (default: {_DEFAULTS.steps}; with --time-limit: as it allows)")
     for name, meaning in (("batch_tokens", "tokens of a batch"),
                           ("max_length", "longest text"), ("depth", "drafted steps that are unrolled"),
-                          ("draft_vocab", "tokens that the head can guess"), ("intermediate", "width of its MLP"),
+                          ("draft_vocab", "most tokens that the head can guess"), ("intermediate", "width of its MLP"),
                           ("eval_every", "steps between two looks at held-out text"),
                           ("save_every", "steps between two checkpoints")):
         value = getattr(_DEFAULTS, name)

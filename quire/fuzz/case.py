@@ -132,6 +132,7 @@ def _draft_by_a_head(rng: random.Random, case: FuzzCase) -> None:
     }
     if "tree" in given:
         case.options["speculative_config"]["tree"] = given["tree"]
+        del case.options["speculative_config"]["num_speculative_tokens"]
 
 
 def _judge_by_rejection(rng: random.Random, case: FuzzCase) -> None:
@@ -289,6 +290,7 @@ def _speculation(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.4:
         depth = rng.choice([1, 2, 4, 7])
         config["tree"] = {"width": rng.choice([2, 3, 8]), "depth": depth, "nodes": depth + rng.choice([1, 3, 9])}
+        del config["num_speculative_tokens"]  # the tree's depth
     return config
 
 

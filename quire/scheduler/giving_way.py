@@ -37,6 +37,8 @@ class GivingWay:
         self.requeue(request, reason, may_move=not alone or reason is PreemptionReason.PRIORITY)
 
     def requeue(self, request: Request, reason: PreemptionReason, may_move: bool) -> None:
+        if self._state.speculator is not None:
+            self._state.speculator.preempted()
         if request.status is Status.ARRIVING:
             error = self._state.roster.recall(request, reason)
         else:

@@ -437,7 +437,7 @@ class DeviceSpeculator(Speculator):
     def submitted(self, planned: list[Planned], single: bool = False) -> bool:
         pause = self._pause
         if pause is not None:
-            if single and pause.holds(planned):
+            if single and self._in_flight and pause.holds(planned):
                 pause.left -= 1
                 self._in_flight.append((pause, 0.0, 0))
                 return pause.head_rests
@@ -545,8 +545,8 @@ class DeviceSpeculator(Speculator):
     def took(self, seq: Sequence, entry: PlanEntry, result: EntryResult, accepted: int) -> None:
         if entry.num_tokens > 1 or self._lookups is not None:
             super().took(seq, entry, result, accepted)
-        elif entry.start >= seq.num_prompt_tokens:
-            # A step without drafts is only counted.
+        elif entry.num_tokens and entry.start >= seq.num_prompt_tokens:
+            # A step without drafts is only counted. A fork's first token comes from its leader's entry.
             stats = self.stats
             stats.decode_steps += 1
             stats.decode_tokens += 1
@@ -570,6 +570,10 @@ class DeviceSpeculator(Speculator):
             self._judged_for = None
             hits = [True] * accepted + [False] * (accepted < depth)
             (self._tree_odds if result.parents else self._follow(seq)).add(hits)
+
+    def preempted(self) -> None:
+        if self._pause is not None:
+            self._end_pause(self._pause)
 
     def forget(self, seq: Sequence) -> None:
         if self._pause is not None:

@@ -106,7 +106,7 @@ class SpeculationOptions:
         if shape is not None:
             if options.min_draft_probability is not None:
                 raise _refused("min_draft_probability is for chains: leave it out, or leave tree out")
-            options = replace(options, tree=_tree_shape(shape, options))
+            options = replace(options, tree=_tree_shape(shape, options, given.get("num_speculative_tokens")))
         for f in fields(cls):
             methods = f.metadata.get("methods")
             if methods and f.name in given and options.method not in methods:
@@ -143,13 +143,17 @@ def refuse_with_heads(method: str, asked: Mapping[str, bool]) -> None:
                               "use another method", field=name)
 
 
-def _tree_shape(given: Any, options: SpeculationOptions) -> TreeShape:
+def _tree_shape(given: Any, options: SpeculationOptions, drafts: object) -> TreeShape:
+    """`drafts`: num_speculative_tokens, if it was given."""
     known = [f.name for f in fields(TreeShape)]
     if not isinstance(given, Mapping) or not set(given) <= set(known):
         raise _refused(f"tree must be a mapping with some of {', '.join(known)}, such as {{'width': 4}}, not "
                        f"{given!r:.80}")
     deep = given.get("depth", options.num_speculative_tokens)
     _integer("tree depth", deep, 1, _MOST_NODES)
+    if drafts not in (None, deep):
+        raise _refused(f"num_speculative_tokens is {drafts} and tree depth {deep}: with a tree they are the same, so "
+                       "leave one out")
     shape = TreeShape(given.get("width", _TREE_WIDTH), deep, given.get("nodes", min(2 * deep, _MOST_NODES)))
     _integer("tree width", shape.width, 2, 16)
     _integer("tree nodes", shape.nodes, deep, _MOST_NODES)

@@ -203,6 +203,9 @@ class Speculator(ABC):
     def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
         """Learn from a result, of whose drafts `accepted` were accepted."""
 
+    def preempted(self) -> None:  # noqa: B027 (only those that pause)
+        """A request is about to lose its rows: nothing comes of its steps in flight."""
+
     def forget(self, seq: Sequence) -> None:  # noqa: B027 (some keep no state)
         """The sequence has ended."""
 

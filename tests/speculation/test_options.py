@@ -35,6 +35,7 @@ from quire.speculation.tree import TreeShape
     ({"method": "ngram", "tree": {"width": 1}}, "tree width must be an integer between 2 and 16"),
     ({"method": "ngram", "tree": {"depth": 0}}, "tree depth must be an integer between 1 and 64"),
     ({"method": "ngram", "tree": {"depth": 5, "nodes": 4}}, "tree nodes must be an integer between 5 and 64"),
+    ({"method": "ngram", "num_speculative_tokens": 5, "tree": {"depth": 3}}, "5 and tree depth 3: with a tree"),
     ({"method": "suffix", "tree": {"nodes": 65}}, "tree nodes must be an integer between 8 and 64"),
 ])
 def test_what_is_wrong_is_named(given: dict[str, Any], said: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import StepPlan, StepResult
+from quire.scheduler.preemption import PreemptionReason
 from quire.scheduler.request import Request, Sequence
 from quire.speculation.device_speculator import DeviceSpeculator
 from tests.speculation import test_device_streams as streams
@@ -133,6 +134,63 @@ def test_an_abort_ends_a_pause_whose_steps_were_counted(small: None) -> None:
             under_way.append(planned)
         gpu._carry_out(under_way.popleft())
     assert made(other) == TOKENS - 1
+
+
+def paused(number: int) -> tuple[Answers, deque[StepPlan]]:
+    """So many streams in the middle of a pause, two of its steps under way."""
+    gpu = Answers(speculator=head(), streams=number, tokens=TOKENS, chances=(0.1,) * 4)
+    under_way: deque[StepPlan] = deque()
+    for _ in range(60):
+        while len(under_way) < 2 and (planned := gpu.scheduler.schedule()) is not None:
+            under_way.append(planned)
+        gpu._carry_out(under_way.popleft())
+    while len(under_way) < 2 and (planned := gpu.scheduler.schedule()) is not None:
+        under_way.append(planned)
+    assert gpu.speculator is not None and gpu.speculator._pause is not None
+    return gpu, under_way
+
+
+def test_a_preempted_sequence_is_not_credited_with_steps_in_flight(small: None) -> None:
+    """Their results are dropped."""
+    gpu, under_way = paused(1)
+    request = next(iter(gpu.scheduler.running.values()))
+    one, known = request.sequences[0], made(request.sequences[0])
+    gpu.scheduler._giving_way.requeue(request, PreemptionReason.MEMORY, may_move=False)
+    assert gpu.speculator is not None and gpu.speculator._pause is None
+    assert made(one) == one.num_output_tokens - 1 > known
+    while under_way:
+        gpu._carry_out(under_way.popleft())
+    assert made(one) == one.num_output_tokens - 1 == gpu.speculator.stats.decode_tokens
+
+
+def test_time_in_which_no_step_is_under_way_is_not_that_of_a_pause(small: None) -> None:
+    gpu, under_way = paused(1)
+    assert gpu.speculator is not None
+    while under_way:
+        gpu._carry_out(under_way.popleft())
+    before = gpu.speculator.times.estimate(1)
+    gpu.now += 30.0
+    for _ in range(4):
+        while len(under_way) < 2 and (planned := gpu.scheduler.schedule()) is not None:
+            under_way.append(planned)
+        gpu._carry_out(under_way.popleft())
+    gpu.speculator.preempted()
+    assert gpu.speculator.times.estimate(1) < 1.05 * before and gpu.speculator._plain_seconds < 5.0
+
+
+@pytest.mark.parametrize("rests", [True, False])
+def test_first_tokens_of_forks_are_not_decode_steps(rests: bool) -> None:
+    speculator = head(rests)
+    gpu = Answers(speculator=speculator, streams=0)
+    gpu.texts.append(free(PROMPT + TOKENS, 0))
+    params = SamplingParams(max_tokens=8, ignore_eos=True, n=3)
+    request = Request("forks", gpu.texts[0][:PROMPT], params, seed=0, arrival_time=0.0)
+    gpu.scheduler.add(request)
+    while (plan := gpu.scheduler.schedule()) is not None:
+        for start in plan.starts:
+            gpu._rows[start.row] = gpu.texts[0]
+        gpu.scheduler.update(StepResult(plan.step, [gpu._result(plan, i) for i in range(len(plan.entries))]))
+    assert request.counts.decode_steps + request.counts.accepted_tokens == 3 * 7 == speculator.stats.decode_tokens
 
 
 def test_without_the_option_it_is_always_fed(small: None) -> None:

@@ -11,6 +11,9 @@ from quire.models.heads.spec import HeadSpec
 from quire.models.spec import DecoderSpec
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
+_USUAL = {"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+          "use_mtp_layernorm": False, "parallel_draft_step": 1}
+"""Values of `eagle_config`, as NVIDIA's heads have it, that make the layer which is computed here."""
 
 
 def read(c: ConfigReader, target: DecoderSpec) -> HeadSpec:
@@ -34,8 +37,9 @@ def _states(c: ConfigReader, target: DecoderSpec) -> tuple[str, ...]:
     said = {} if said is None else said
     if not isinstance(said, Mapping):
         c.fail("eagle_config", f"must be a mapping, not {said!r:.80}")
-    if said.get("use_aux_hidden_state", True) is not True:
-        c.refuse("eagle_config use_aux_hidden_state", said["use_aux_hidden_state"])
+    for field, usual in _USUAL.items():
+        if said.get(field, usual) != usual:
+            c.refuse(f"eagle_config {field}", said[field])
     count, layers = target.num_layers, said.get(_LAYERS)
     layers = c.get(_LAYERS) if layers is None else layers
     layers = [2, count // 2, count - 3] if layers is None else layers

@@ -65,9 +65,8 @@ def random_head(kind: str) -> Any:
 def asked(kind: str, drafts: int = 3, verifier: str = "coupled", tree: dict[str, int] | None = None) -> dict[str, Any]:
     """Keywords of `make_engine`."""
     method = {"method": kind} if kind == "mtp" else {"method": "eagle", "model": "given"}
-    more = {} if tree is None else {"tree": tree}
-    options = SpeculationOptions.parse({**method, "num_speculative_tokens": drafts, "adaptive": False,
-                                        "verifier": verifier, **more})
+    more: dict[str, Any] = {"num_speculative_tokens": drafts} if tree is None else {"tree": tree}
+    options = SpeculationOptions.parse({**method, "adaptive": False, "verifier": verifier, **more})
     return {"speculation": options, "head": random_head(kind), "weights": faint}
 
 
