@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import itertools
 import os
 import platform
 import subprocess
@@ -19,16 +20,30 @@ class Ceilings:
     read_bytes_per_s: float
     flops_per_s: float
 
+    def or_higher(self, other: Ceilings) -> Ceilings:
+        """The best that was seen of each."""
+        return Ceilings(max(self.read_bytes_per_s, other.read_bytes_per_s), max(self.flops_per_s, other.flops_per_s))
+
 
 def measure_ceilings(seconds: float = 0.5) -> Ceilings:
-    """Best of several reads of a large array and of several large matrix products."""
+    """Best of many reads of a large array's pieces, each of which has left the caches by its next turn, and of many
+    matrix products. Other work, or two cores that are hardware threads of one, may slow all threads together more than
+    one alone. So bandwidth is the better of the two, and the rate at least that of one thread times the threads."""
     import torch
 
-    data = torch.ones(1 << 27)
-    left, right = torch.randn(1024, 1024), torch.randn(1024, 4096)
-    read = _best(lambda: data.sum(), seconds)
-    product = _best(lambda: left @ right, seconds)
-    return Ceilings(data.numel() * 4 / read, 2 * 1024 * 1024 * 4096 / product)
+    pieces = torch.ones(1 << 27).split(1 << 24)
+    turns = itertools.cycle(pieces)
+    left, right = torch.randn(256, 1024), torch.randn(1024, 1024)
+    threads = torch.get_num_threads()
+    read = product = float("inf")
+    try:
+        for used in dict.fromkeys((threads, 1)):
+            torch.set_num_threads(used)
+            read = min(read, _best(lambda: next(turns).sum(), seconds))
+            product = min(product, _best(lambda: left @ right, seconds) * used / threads)
+    finally:
+        torch.set_num_threads(threads)
+    return Ceilings(pieces[0].nbytes / read, 2 * 256 * 1024 * 1024 / product)
 
 
 def _best(action: Any, seconds: float) -> float:

@@ -12,14 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
+from quire.bench.cpu.accuracy import decoder_of
 from quire.config import EngineConfig
 from quire.engine.assembly.ranks import check_parallel
 from quire.errors import ConfigError, ModelLoadError
 from quire.fuzz.head import write_head
 from quire.fuzz.run import _tokenizer
-from quire.models.heads.build import read_head
+from quire.models.heads.build import build_head, read_head
+from quire.models.loader.source import resolve_model
 from quire.models.registry import read_spec
 from quire.scheduler.plan import PlanEntry
+from quire.training.rounded import PACKED_CONFIG, ROUNDED_CONFIG, packed, rounded
 from tests.checkpoints import SMALL, make_checkpoint
 from tests.eagle_heads import PlainHead, make_head, target_states
 from tests.test_draft_trees import moves_counted
@@ -67,6 +70,24 @@ def test_tokens_logprobs_and_bits_are_those_without_drafts(target: Path, plain: 
     assert found == plain[1]
     assert bits == plain[0]
     assert metrics["spec_draft_tokens"] > metrics["spec_accepted_tokens"] > (8 if kind == "eagle" else 0)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "int8", "int4"])
+def test_a_head_that_is_stored_as_integers_computes_in_four_bits_on_a_cpu(tmp_path: Path, stored: str) -> None:
+    """Its own 8 bits too, and whatever the target does: a draft costs what it reads."""
+    make_checkpoint(tmp_path, "llama", hidden_size=64, intermediate_size=96, num_attention_heads=8)
+    folder = make_head(tmp_path / "head", tmp_path, "eagle")
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    if stored != "bfloat16":
+        rounded_config, to_codes = (ROUNDED_CONFIG, rounded) if stored == "int8" else (PACKED_CONFIG, packed)
+        save_file(to_codes(weights), folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": rounded_config}))
+    target = decoder_of(None, str(tmp_path), 64, 1)
+    source = resolve_model(str(folder))
+    head = build_head(source.config, source.weights(None), target, 64)
+    wanted = target.layers[0].attn.qkv.packed.format if stored == "bfloat16" else "int4"
+    assert [each.packed.format for each in (head.attn.qkv, head.mlp.up, head.mlp.down, head.fuse)] == [wanted] * 4
+    assert "int" not in target.layers[0].attn.qkv.packed.format
 
 
 def drafts_of(llm: LLM) -> dict[tuple[int, ...], tuple[int, ...]]:

@@ -145,7 +145,7 @@ static void code_attention(int64_t dim, int64_t block, int64_t window, float sof
     quire_rope_and_code(qkv, k, v, NULL, NULL, NULL, at, slots, TOKENS, HEADS, KV, dim, block, 0, 1e-6f);
     report("codes of keys", k, (size_t)(blocks * block * KV * width));
     report("codes of values", v, (size_t)(blocks * block * KV * width));
-    for (int kernel = 0; kernel < 6; kernel++) {
+    for (int kernel = 0; kernel < 7; kernel++) {
         if (!quire_int_kernel(kernel)) continue;
         quire_attend_codes(qkv, k, v, out, starts, length, table, NULL, NULL, 0, blocks, 1, HEADS, KV, HEADS / KV, 0, dim, block,
                            window, 0.3f, softcap);

@@ -36,7 +36,7 @@ static void report(const char *name, const float *x, size_t count) {
 static void multiply(const char *name, const float *x, const void *weight, int64_t k) {
     const int64_t slices[] = {64, 0, 96, 1, k, 1};
     float first[ROWS * N], out[ROWS * N];
-    for (int kernel = 0; kernel < 6; kernel++) {
+    for (int kernel = 0; kernel < 7; kernel++) {
         if (!quire_int_kernel(kernel)) continue;
         quire_linear(x, weight, 4, NULL, NULL, out, ROWS, N, k, slices, 3);
         if (kernel == 0) memcpy(first, out, sizeof out), report(name, out, ROWS * N);
@@ -81,7 +81,7 @@ int main(int count, char **arguments) {
     int64_t id = 17;
     quire_set_num_threads(2);
     if (count > 1 && arguments[1][0] == 'k') /* which kernels there are */
-        for (int kernel = 0; kernel < 6; kernel++)
+        for (int kernel = 0; kernel < 7; kernel++)
             if (quire_int_kernel(kernel)) printf("%s\n", quire_int_kernel(kernel));
     for (int f = 0; f < 9; f++) {
         const int64_t *is = formats[f];

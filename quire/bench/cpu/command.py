@@ -55,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
         return _scaling(args, machine)
     shape = _shape(args.model, args.quantization)
     ceilings = measure_ceilings()
-    _print({"bench": "cpu", "case": "ceilings", **machine, "read_GB_s": round(ceilings.read_bytes_per_s / 1e9, 1),
-            "gemm_GFLOP_s": round(ceilings.flops_per_s / 1e9, 1)})
     if args.kernels:
         return _kernels(args, ceilings, machine)
     if not args.no_rival:
@@ -65,18 +63,32 @@ def run(args: argparse.Namespace) -> int:
         for rival in args.rivals:
             make_files(rival, args.model)
     for case in args.cases:
-        _print({**_case(case, args, shape, ceilings), **machine})
+        line, ceilings = _case(case, args, shape, ceilings)
+        _print({**line, **machine})
+    _print_ceilings(ceilings, machine)
     _print({**_cold_start(args.model, _options(args)), **machine})
     return 0
 
 
 def _kernels(args: argparse.Namespace, ceilings: Ceilings, machine: dict[str, Any]) -> int:
+    """Ceilings are measured before and after, and the higher ones count: a kernel's best time is of the machine's best
+    moment too."""
     from quire.bench.cpu.kernels import measure
 
-    for threads in args.threads or [usable_cores()]:
-        for line in measure(args.model, args.quantization, ceilings, threads):
-            _print({"bench": "cpu", "case": "kernels", "model": args.model, "threads": threads, **line, **machine})
+    found = {threads: list(measure(args.model, args.quantization, threads))
+             for threads in args.threads or [usable_cores()]}
+    ceilings = ceilings.or_higher(measure_ceilings())
+    _print_ceilings(ceilings, machine)
+    for threads, kernels in found.items():
+        for kernel in kernels:
+            _print({"bench": "cpu", "case": "kernels", "model": args.model, "threads": threads,
+                    **kernel.against(ceilings), **machine})
     return 0
+
+
+def _print_ceilings(ceilings: Ceilings, machine: dict[str, Any]) -> None:
+    _print({"bench": "cpu", "case": "ceilings", **machine, "read_GB_s": round(ceilings.read_bytes_per_s / 1e9, 1),
+            "gemm_GFLOP_s": round(ceilings.flops_per_s / 1e9, 1)})
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -129,8 +141,11 @@ def _scaling(args: argparse.Namespace, machine: dict[str, Any]) -> int:
     return 0
 
 
-def _case(case: str, args: argparse.Namespace, shape: dict[str, int], ceilings: Ceilings) -> dict[str, Any]:
-    """Quire and its rivals take turns, each in a process that lives as long as the case."""
+def _case(
+    case: str, args: argparse.Namespace, shape: dict[str, int], ceilings: Ceilings
+) -> tuple[dict[str, Any], Ceilings]:
+    """Quire and its rivals take turns, each in a process that lives as long as the case. The limit is of the highest
+    ceilings so far, those of after the case included."""
     work = workload(case, shape["vocab_size"])
     engines = {"quire": _options(args)}
     engines |= {rival: {"vocab_size": shape["vocab_size"]} for rival in ([] if args.no_rival else args.rivals)}
@@ -141,6 +156,7 @@ def _case(case: str, args: argparse.Namespace, shape: dict[str, int], ceilings: 
             for each in running.values():
                 each.run()
         found = {name: each.finish() for name, each in running.items()}
+    ceilings = ceilings.or_higher(measure_ceilings())
     mine, limit = found.pop("quire"), limit_seconds(work, shape, ceilings)
     seconds = statistics.median(mine["seconds"])
     extra = mine["peak_bytes"] - shape["weight_bytes"] - mine["kv_pool_bytes"]
@@ -161,7 +177,7 @@ def _case(case: str, args: argparse.Namespace, shape: dict[str, int], ceilings: 
     if found:
         best = min(statistics.median(rival["seconds"]) for rival in found.values())
         line["ratio"] = round(best / seconds, 2)
-    return line
+    return line, ceilings
 
 
 def _figure(case: str, work: Workload, seconds: float) -> float:

@@ -2,13 +2,14 @@
 
 `quire bench cpu --kernels --quantization int4`. The best of many runs counts, so that a busy machine changes little.
 The limit of a GEMM is the larger of its bytes over the bandwidth of memory and its operations over the rate of the
-arithmetic; a weight that stays in a cache from run to run can exceed the former.
+arithmetic. What is read faster than memory gives it lies in a cache from run to run: only operations limit it then.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -39,26 +40,43 @@ def int8_rate() -> int:
     return _INT8_RATE[CpuOps().use_integer_kernel() or "plain"]
 
 
-def measure(
-    model: str, quantization: str | None, ceilings: Ceilings, threads: int | None = None
-) -> Iterator[dict[str, Any]]:
-    """One line for each GEMM and number of rows, then for attention of one token over each context, in a cache of
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A kernel, how long it took, and what it read and computed."""
+
+    line: dict[str, Any]
+    seconds: float
+    nbytes: int
+    macs: int
+    rate: int = 1
+    """Of its multiply-adds, times that of float32."""
+
+    def against(self, ceilings: Ceilings) -> dict[str, Any]:
+        """The line to print."""
+        reading, computing = self.nbytes / ceilings.read_bytes_per_s, 2 * self.macs / self.rate / ceilings.flops_per_s
+        cached = reading > self.seconds
+        limit = computing if cached else max(reading, computing)
+        name = "operations" if limit == computing else "bandwidth"
+        return {**self.line, "us": round(1e6 * self.seconds, 1), "GMAC_s": round(self.macs / self.seconds / 1e9, 1),
+                "GB_s": round(self.nbytes / self.seconds / 1e9, 1), "share_of_limit": round(limit / self.seconds, 3),
+                "limit": f"{name} (in a cache)" if cached else name}
+
+
+def measure(model: str, quantization: str | None, threads: int | None = None) -> Iterator[Timed]:
+    """One for each GEMM and number of rows, then for attention of one token over each context, in a cache of
     floats and in one of int8."""
     decoder = cpu_decoder(model, max(CONTEXTS), threads, quantization=quantization)
     spec, ops = decoder.spec, CpuOps(num_threads=threads)
     for name, weight in _weights(decoder).items():
-        rate = ceilings.flops_per_s * (int8_rate() if weight.format.startswith("int") else 1)
+        rate = int8_rate() if weight.format.startswith("int") else 1
         for rows in ROWS:
             x, out = torch.randn(rows, weight.in_features), torch.empty(rows, weight.out_features)
             seconds = _best(lambda x=x, weight=weight, out=out: ops.linear(x, weight, None, out))  # type: ignore[misc]
             macs = rows * weight.in_features * weight.out_features
-            limit = max(weight.nbytes / ceilings.read_bytes_per_s, 2 * macs / rate)
-            yield {"kernel": name, "format": weight.format, "rows": rows, "us": round(1e6 * seconds, 1),
-                   "GMAC_s": round(macs / seconds / 1e9, 1), "GB_s": round(weight.nbytes / seconds / 1e9, 1),
-                   "share_of_limit": round(limit / seconds, 3)}
+            yield Timed({"kernel": name, "format": weight.format, "rows": rows}, seconds, weight.nbytes, macs, rate)
     for context in CONTEXTS:
         for kv_dtype in KV_DTYPES:
-            yield _attention(ops, spec.with_kv_dtype(kv_dtype), context, ceilings, KV_DTYPES[kv_dtype])
+            yield _attention(ops, spec.with_kv_dtype(kv_dtype), context, KV_DTYPES[kv_dtype])
 
 
 def _weights(decoder: Decoder) -> dict[str, PanelLinear]:
@@ -72,7 +90,7 @@ def _weights(decoder: Decoder) -> dict[str, PanelLinear]:
     return {name: cast(PanelLinear, linear.packed) for name, linear in linears.items()}
 
 
-def _attention(ops: CpuOps, spec: DecoderSpec, context: int, ceilings: Ceilings, stored: str) -> dict[str, Any]:
+def _attention(ops: CpuOps, spec: DecoderSpec, context: int, stored: str) -> Timed:
     """Of the last of so many tokens. What a cache holds is read once by each thread that has a share of its heads."""
     of = spec.layers[0].attention
     shape = HeadShape(of.num_heads, of.num_kv_heads, of.head_dim)
@@ -83,11 +101,8 @@ def _attention(ops: CpuOps, spec: DecoderSpec, context: int, ceilings: Ceilings,
     ctx, query = _step(context, 1, blocks), qkv[-1:].contiguous()
     seconds = _best(lambda: ops.attend(query, cache, ctx, 0, shape, shape.head_dim**-0.5, None, None))
     nbytes = spec.layers[0].kv.bytes_per_token() * context
-    flops = 4 * context * shape.num_heads * shape.head_dim
-    limit = max(nbytes / ceilings.read_bytes_per_s, flops / ceilings.flops_per_s)
-    return {"kernel": "attention", "format": stored, "rows": 1, "context": context, "us": round(1e6 * seconds, 1),
-            "GMAC_s": round(flops / 2 / seconds / 1e9, 1), "GB_s": round(nbytes / seconds / 1e9, 1),
-            "share_of_limit": round(limit / seconds, 3)}
+    return Timed({"kernel": "attention", "format": stored, "rows": 1, "context": context}, seconds, nbytes,
+                 2 * context * shape.num_heads * shape.head_dim)
 
 
 def _step(context: int, queries: int, blocks: int) -> StepContext:

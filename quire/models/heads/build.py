@@ -25,7 +25,7 @@ FORMATS: dict[str, HeadFormat] = {name: file.FORMAT for file in (eagle, eagle3, 
                                   for name in file.FORMAT.architectures}
 
 _ROUNDING = Rounding(bits=4, zero_points=True, alike=True)
-"""Of heads that are stored as integers: a draft costs what it reads. Weights of a file of 4 bits are found again."""
+"""Of heads that are stored quantized, in 8 bits too: a draft costs what it reads. A file's 4 bits are found again."""
 
 
 def format_of(config: Mapping[str, Any]) -> HeadFormat:
