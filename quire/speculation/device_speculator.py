@@ -184,10 +184,10 @@ class DeviceSpeculator(Speculator):
         return {} if self._lookups is None or not ruled else self._lookups._choose(ruled, num_decoding, room)
 
     def _rests(self, decoding: list[Sequence]) -> bool:
-        """Where steps overlap: whether drafts do not pay for these sequences, nothing was learned since, and no try is
-        due. Then nothing is computed here: the host's time limits small steps."""
-        if (not decoding or not self.adaptive or not self.overlaps or self._chosen or self._judged_for is None
-                or len(decoding) != self._looked_at or not decoding[0].num_pending):
+        """Whether drafts do not pay for these sequences, nothing was learned since, and no try is due. Then nothing is
+        computed here: the host's time shows in small steps."""
+        if (not decoding or not self.adaptive or self._chosen or self._judged_for is None
+                or len(decoding) != self._looked_at or bool(decoding[0].num_pending) != self.overlaps):
             return False
         if self._is_time_to_try:
             self._looks_away -= 1
