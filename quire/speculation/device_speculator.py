@@ -29,8 +29,8 @@ _LEAST_MODEL_GAIN = 1.08
 """Least expected gain in tokens per second, as a factor, before drafts are taken. It is this large because the model's
 share of a step's time is not measured apart."""
 _LEAST_CUT_GAIN = 1.04
-"""The same for one sequence whose chains the model ends at unlikely drafts: a wrong estimate costs less. (Of several, all
-wait for the longest chain: four streams of code took drafts at this gain, and lost 3.7%.)"""
+"""The same for one sequence whose chains the model ends at unlikely drafts: a wrong estimate costs less. (Of several,
+all wait for the longest chain: four streams of code took drafts at this gain, and lost 3.7%.)"""
 _SOON, _REMIND, _OFTEN_ENOUGH, _SELDOM = 5, 40, 160, 320
 """Steps with drafts after which one runs without: right after drafts began, at most, at least where drafts clearly pay,
 and at most there."""
