@@ -53,6 +53,7 @@ def resolve(config: EngineConfig, source: ModelSource | None = None) -> EngineCo
     _check_kv_dtype(config.cache.kv_cache_dtype, gpu)
     _check_quantization(config, gpu)
     _check_rank_exchange(config, gpu)
+    _check_compile_ahead(config, gpu, source)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, device="cuda" if gpu else "cpu",
@@ -82,6 +83,18 @@ def _check_quantization(config: EngineConfig, gpu: bool) -> None:
     if config.model.dtype == "float32":
         raise ConfigError(f"quantization {wanted!r} multiplies rows in 16 bits or fp8: use dtype='bfloat16'",
                           field="quantization")
+
+
+def _check_compile_ahead(config: EngineConfig, gpu: bool, source: ModelSource | None) -> None:
+    """Refuse it where nothing would be compiled ahead, whatever the machine."""
+    sizes = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
+    codes = source is not None and source.stores_codes and not config.model.asks_for_floats
+    for fault, why in ((not gpu, "a CPU compiles nothing at start"),
+                       (sizes > 1, "it is not done over several ranks so far"),
+                       (codes, "kernels of weights that a file stores quantized are known when they are loaded"),
+                       (config.model.enforce_eager, "enforce_eager captures no steps whose kernels could be known")):
+        if config.model.compile_ahead and fault:
+            raise ConfigError(f"compile_ahead cannot be used: {why}; leave it out", field="compile_ahead")
 
 
 def _check_rank_exchange(config: EngineConfig, gpu: bool) -> None:

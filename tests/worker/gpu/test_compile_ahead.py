@@ -20,6 +20,7 @@ from quire.bench.gpu.cases import MODELS
 from quire.child import child_environment, module_command
 from quire.config import CacheConfig, EngineConfig
 from quire.engine.assembly import device as device_module
+from quire.errors import ConfigError
 from quire.kernels.quantized import Rounding
 from quire.models.build import build_decoder, dummy_weights
 from quire.ops.cpu import CpuOps
@@ -314,3 +315,17 @@ def test_a_worker_waits_for_kernels_once_before_a_step() -> None:
     GpuWorker(engines.QWEN3, dummy_weights(engines.QWEN3), CacheConfig(num_kv_blocks=8), options,
               ops=CpuOps(num_threads=1), kernels_ready=lambda: waited.append(True)).close()  # fmt: skip
     assert waited == [True]
+
+
+@pytest.mark.parametrize(("gpu", "options", "said"), [
+    (False, {}, "a CPU compiles nothing"), (True, {"tensor_parallel_size": 2}, "several ranks"),
+    (True, {"enforce_eager": True}, "enforce_eager"),
+])
+def test_it_is_refused_where_nothing_would_be_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, options: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(device_module, "missing_for_gpu", lambda: None if gpu else "no GPU")
+    with pytest.raises(ConfigError, match=said) as caught:
+        device_module.resolve(EngineConfig.create(model="m", compile_ahead=True, **options))
+    assert caught.value.field == "compile_ahead"
+    device_module.resolve(EngineConfig.create(model="m", **options))
