@@ -126,7 +126,7 @@ def test_who_is_asked_with_a_slow_one_is_answered_and_not_to_blame(tiny_folder: 
     grammars = grammars_of(tiny_folder, token_seconds=0.02)
     try:
         quick, slow = (tokenizer_of("byte_level").encode(text) for text in "ab")
-        seqs = _started(grammars, StructuredOutputs(regex="a[a-z]{2,40}|b((.?){100}){100}"), 12)
+        seqs = _started(grammars, StructuredOutputs(regex="a[a-z]{2,40}|b(([a-z]?.?){100}){100}"), 12)
         cell = seqs[0].cell
         outputs = [slow if place == 5 else quick for place in range(12)]
         sent: list[bytes] = []
