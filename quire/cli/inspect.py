@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     in_floats = any(form.ordered for form in forms.values())  # a CPU has no kernel for act-order
     facts["file_bytes"] = facts["stored_bytes"] if source.stores_integers and not in_floats else None
     facts |= _memory(spec, config, facts["file_bytes"])
-    facts["on_gpu"] = gpu_facts(plain, source.config, forms, _sizes(config), _gpu_drafts(config))
+    facts["on_gpu"] = gpu_facts(plain, source.config, forms, _sizes(config), _gpu_drafts(config),
+                                config.speculation.options is not None and config.speculation.options.reads_states)
     facts["longrope"] = _longrope(spec, config.model.max_model_len)
     print(json.dumps(facts) if args.json else _page(facts))
     return 0

@@ -26,12 +26,13 @@ _UTILIZATION = 0.9
 
 
 def gpu_facts(spec: DecoderSpec, config: Mapping[str, Any], forms: Mapping[str, StoredForm], sizes: tuple[int, int],
-              draft_of: Callable[[Shard], GpuDraft] | None = None) -> dict[str, Any]:
+              draft_of: Callable[[Shard], GpuDraft] | None = None, reads_tokens: bool = False) -> dict[str, Any]:
     """By `quantization`: bytes of weights; then the KV of a token, and tokens that fit into GPUs of some sizes beside
     weights, without what a step needs. With several ranks, as many as tensor ranks times stages in `sizes`, each on a
     GPU: of each, and tokens that fit on all of them. `forms`: how the file stores quantized weights, which `file` and
     whatever rounds the others keep so; what rounds nothing more than `file` is left out. `draft_of`: what a rank has
-    for drafts, in 16 bits; it is counted in the tokens that fit, and not among weights and KV."""
+    for drafts, in 16 bits; it is counted in the tokens that fit, and not among weights and KV. `reads_tokens`: see
+    `Shard`."""
     from quire.models.registry import family_of
     from quire.models.shard import shard_of
     from quire.parallel.place import Place
@@ -43,7 +44,7 @@ def gpu_facts(spec: DecoderSpec, config: Mapping[str, Any], forms: Mapping[str, 
     whole = {name: whole[name] for name in shown}
     ranks = []
     for place in Place.all(*sizes):
-        shard = shard_of(spec, place, stages_help=False)
+        shard = shard_of(spec, place, stages_help=False, reads_tokens=reads_tokens)
         kv = shard.kv_bytes_per_block(1, element_size=1)
         taken = _weights(shard.parameters, _kept_of(shard, kept), bool(kept))
         ranks.append({"rank": place.index, "weight_bytes": {name: taken[name] for name in shown},

@@ -49,6 +49,8 @@ class Shard:
     last_layer: int
     stages_help: bool = True
     """Whether the first stage can help the last one with a tied head: on a CPU, not on GPUs."""
+    reads_tokens: bool = False
+    """Whether the last stage has the embedding too, which a draft head reads there."""
 
     @property
     def is_whole(self) -> bool:
@@ -86,7 +88,8 @@ class Shard:
             return self.first_layer <= int(place[1]) < self.last_layer
         if place[0] in ("head", "final_norm", "embed_out"):
             return self.place.is_last
-        return self.place.is_first or (place[0] == "embed" and self.spec.tied_head and self.place.is_last)
+        at_end = self.place.is_last and (self.spec.tied_head or self.reads_tokens)
+        return self.place.is_first or (place[0] == "embed" and at_end)
 
     def cut(self, name: str) -> Cut | None:
         """The rank's part of a parameter that its stage owns; None: all of it."""
@@ -172,9 +175,9 @@ def _cut_in_layer(share: LayerShare, part: str, kind: str) -> Cut | None:
     return Cut(1, *run) if kind == "weight" else None
 
 
-def shard_of(spec: DecoderSpec, place: Place, stages_help: bool = True) -> Shard:
-    """What the rank at `place` holds; refuses sizes that cannot work, with those that would. `stages_help`: as in a
-    shard; all ranks of an engine must say the same."""
+def shard_of(spec: DecoderSpec, place: Place, stages_help: bool = True, reads_tokens: bool = False) -> Shard:
+    """What the rank at `place` holds; refuses sizes that cannot work, with those that would. `stages_help` and
+    `reads_tokens`: as in a shard; all ranks of an engine must say the same."""
     most = most_tensor_ranks(spec)
     if place.tensor_size > most:
         raise ConfigError(
@@ -186,7 +189,7 @@ def shard_of(spec: DecoderSpec, place: Place, stages_help: bool = True) -> Shard
             f"pipeline_parallel_size {place.num_stages} is more than the model's {spec.num_layers} layers: "
             f"use 1 to {spec.num_layers}", field="pipeline_parallel_size")
     first, last = stage_layers(spec, place.num_stages, place.tensor_size, stages_help)[place.stage]
-    return Shard(spec, place, first, last, stages_help)
+    return Shard(spec, place, first, last, stages_help, reads_tokens)
 
 
 def _shared_things(spec: DecoderSpec) -> list[str]:

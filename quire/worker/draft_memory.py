@@ -56,10 +56,10 @@ class GpuDraft:
 
 
 def gpu_draft(config: EngineConfig, shard: Shard) -> GpuDraft:
-    """Every tensor rank has the draft model whole, or the head's layer, and its rows of the tokens that a head guesses
-    where these are not all. Stages make no drafts on GPUs."""
+    """Every tensor rank has the draft model whole; or, on the last stage, the head's layer, and its rows of the tokens
+    that a head guesses where these are not all."""
     speculation, place = config.speculation.options, shard.place
-    if speculation is None or not speculation.own_kv or place.num_stages > 1:
+    if speculation is None or not speculation.own_kv or (speculation.reads_states and not place.is_last):
         return GpuDraft()
     if not speculation.reads_states:
         with reading_draft_model(speculation.model):

@@ -150,11 +150,11 @@ class Passes:
         if self.place.is_last:
             found = self.tell_group(lists)
             if self.place.num_stages > 1:
-                _send_lists(_known(self._after), found)
+                send_lists(_known(self._after), found)
             return found
-        found = _receive_lists(_known(self._before))
+        found = receive_lists(_known(self._before))
         if self.place.stage < self.place.num_stages - 2:
-            _send_lists(_known(self._after), found)
+            send_lists(_known(self._after), found)
         return found
 
 
@@ -179,12 +179,13 @@ def _unpacked(message: bytes) -> Lists:
     return lists
 
 
-def _send_lists(link: Link, lists: Lists) -> None:
+def send_lists(link: Link, lists: Lists) -> None:
+    """The other side knows nothing about them."""
     message = _packed(lists)
     send_tensor(link, torch.tensor([len(message)]))
     link.send(memoryview(message))
 
 
-def _receive_lists(link: Link) -> Lists:
+def receive_lists(link: Link) -> Lists:
     message = receive_tensor(link, (int(receive_tensor(link, (1,), torch.int64)),), torch.uint8)
     return _unpacked(message.numpy().tobytes())

@@ -19,7 +19,7 @@ from quire.layers.rotary import rope_table
 from quire.layers.spec import MoeSpec
 from quire.layers.stream import ResidualStream, Rows, Unnormed
 from quire.models.heads.ends import HeadTarget
-from quire.models.heads.spec import FINAL, HeadSpec
+from quire.models.heads.spec import HeadSpec
 from quire.models.shard import vocabulary_runs
 from quire.ops.interface import Fusion
 from quire.parallel.collectives import TensorGroup
@@ -111,7 +111,7 @@ class DraftHead:
     @property
     def captured_states(self) -> list[str]:
         """Hidden states of layers before the last that it reads."""
-        return [name for name in self.spec.states if name != FINAL]
+        return self.spec.inner_states
 
     @property
     def logits_dtype(self) -> torch.dtype:

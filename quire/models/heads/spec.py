@@ -47,6 +47,11 @@ class HeadSpec:
         return self.layer.kv, KVSpec.feature(self.hidden_size)
 
     @property
+    def inner_states(self) -> list[str]:
+        """Those of `states` that layers before the last put out."""
+        return [name for name in self.states if name != FINAL]
+
+    @property
     def layers(self) -> tuple[LayerSpec]:
         return (self.layer,)
 

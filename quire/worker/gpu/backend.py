@@ -1,4 +1,5 @@
-"""The step's small kernels (table diffs, inputs, drawing) on a GPU, and in torch where there is none."""
+"""A model's operations on a GPU, and the step's small kernels (table diffs, inputs, drawing), in torch where there is
+none."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ from typing import Any
 
 import torch
 
+from quire.errors import ConfigError
+from quire.ops.interface import Ops
 from quire.sampling.kernels import SamplingKernels
 from quire.sampling.weights import use_kernels
+from quire.worker.gpu.options import DeviceOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,4 +76,26 @@ def step_kernels(device: torch.device) -> StepKernels:
         step_reference.scatter, step_reference.gather_inputs, step_reference.draw, lambda rows, vocab: None,
         step_reference.keep_features, step_reference.fetch_features, step_reference.walk_trees,
         step_reference.follow_chains, grown.grow, grown.finish,
+    )
+
+
+def device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype) -> Ops:
+    """The model's operations on a GPU."""
+    if device.type != "cuda":
+        raise ConfigError("no kernels for this device: pass `ops` explicitly unless the device is cuda", "device")
+    from quire.ops.triton import KV_DTYPES, TritonOps
+
+    return TritonOps(
+        device,
+        dtype,
+        deterministic=options.deterministic,
+        kv_dtype=KV_DTYPES[options.kv_cache_dtype],
+        dense_prefill=options.dense_prefill,
+        prompt_rows=options.prompt_rows,
+        pdl=options.launch_early,
+        named_algorithms=options.named_algorithms,
+        fixed_prefetch=options.fixed_prefetch,
+        fixed_fusion=options.fixed_fusion,
+        few_rows=options.few_rows,
+        rounding=options.rounding,
     )

@@ -22,7 +22,7 @@ from quire.models.heads.head import DraftHead
 from quire.ops.interface import Ops
 from quire.parallel.place import Place
 from quire.worker.gpu.backend import StepKernels, step_kernels
-from quire.worker.gpu.passes import DevicePasses, DeviceRanks
+from quire.worker.gpu.passes import CapturingPasses, DevicePasses, DeviceRanks
 from quire.worker.gpu.spans import SpanRunner
 from quire.worker.gpu.table import DeviceTable
 
@@ -65,25 +65,20 @@ class KeptStates:
         return out
 
 
-class WatchedPasses(DevicePasses):
+class WatchedPasses(CapturingPasses):
     """The target's passes: of every token that it computes, what its head reads is kept."""
 
-    is_watched = True
-
     def __init__(self, decoder: Decoder, ranks: DeviceRanks | None, head: DraftHead, states: KeptStates) -> None:
-        super().__init__(decoder, ranks)
+        super().__init__(decoder, ranks, head.captured_states)
         self._head = head
         self._states = states
+        # Stages would have to agree on it, step by step.
+        self.may_rest = self.place.num_stages == 1
 
     def forward(
         self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], rows: Tensor, places: Tensor
     ) -> ResidualStream:
-        captured: dict[str, Tensor] = {}
-        names = self._head.captured_states
-        if names:
-            stream, captured = self._decoder.forward_capturing(ids, ctx, caches, names)
-        else:
-            stream = self._decoder.forward(ids, ctx, caches)
+        stream, captured = self._capture(ids, ctx, caches)
         if not self._kept_at_once(captured, rows, places):
             self._states.keep(self._head.features(self._head.kept(stream, captured)), rows, places)
         return stream

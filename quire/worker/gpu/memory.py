@@ -55,9 +55,12 @@ def size_device_pool(
 ) -> PoolSize:
     """Blocks from num_kv_blocks, kv_cache_memory (which is that of all ranks together) or what `utilization` leaves;
     the length that they allow. `sharing`: ranks of this engine on this GPU."""
-    drafts = 0 if draft is None else draft.kv_bytes_per_block(cache.block_size, element_size)  # on every rank
+    drafts = 0 if draft is None else draft.kv_bytes_per_block(cache.block_size, element_size)
+    place = shard.place
+    at_end = isinstance(draft, HeadSpec)  # a draft model is on every stage
     block = block_bytes(shard, cache.block_size, element_size=element_size)
-    per_block, of_all = block.own + drafts, block.all + drafts * shard.place.num_ranks
+    per_block = block.own + (drafts if place.is_last or not at_end else 0)
+    of_all = block.all + drafts * (place.tensor_size if at_end else place.num_ranks)
     if cache.num_kv_blocks is not None:
         blocks = cache.num_kv_blocks
     elif cache.kv_cache_memory is not None:

@@ -5,7 +5,7 @@ Tensor ranks of the last stage all have the logits, and draw the same tokens fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -45,8 +45,8 @@ class DeviceRanks:
 class DevicePasses:
     """This rank's part of each pass; with one rank it is the decoder's own."""
 
-    is_watched = False
-    """What a draft head reads is kept of every token."""
+    may_rest = False
+    """There are passes that keep nothing for a draft head, beside those that do."""
 
     def __init__(self, decoder: Decoder, ranks: DeviceRanks | None) -> None:
         self.decoder: Decoder | DraftHead = decoder
@@ -59,14 +59,22 @@ class DevicePasses:
     ) -> ResidualStream:
         """The stream after this stage's layers. `rows`, `places`: of every token, int32: its row of the request table
         (-1: padding) and its position."""
-        before, after = self._ranks.before, self._ranks.after
-        x = ids
-        if not self.place.is_first:
-            x = _known(before).receive(ids.shape[0], self._decoder.spec.hidden_size)
-        stream = self._decoder.forward(x, ctx, caches)
-        if not self.place.is_last:
-            _known(after).send(stream.settled())
+        stream = self._decoder.forward(self._taken_over(ids), ctx, caches)
+        self._hand_on(stream)
         return stream
+
+    def _taken_over(self, ids: Tensor) -> Tensor:
+        """What this stage's layers read: the rows of the stage before, or the tokens themselves."""
+        return ids if self.place.is_first else self._received(ids)
+
+    def _received(self, ids: Tensor) -> Tensor:
+        return _known(self._ranks.before).receive(ids.shape[0], self._decoder.spec.hidden_size)
+
+    def _hand_on(self, stream: ResidualStream, states: Iterable[Tensor] = ()) -> None:
+        """To the next stage, if there is one."""
+        if not self.place.is_last:
+            for rows in (stream.settled(), *states):
+                _known(self._ranks.after).send(rows)
 
     def unwatched(
         self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], rows: Tensor, places: Tensor
@@ -91,6 +99,38 @@ class DevicePasses:
         """The launches of a step, or of a captured part of one, end here."""
         if self._ranks.group is not None:
             self._ranks.group.settle()
+
+
+class CapturingPasses(DevicePasses):
+    """Passes of a target whose hidden states a head on the last stage reads: each stage hands on those of its own
+    layers, and of the stages before it."""
+
+    def __init__(self, decoder: Decoder, ranks: DeviceRanks | None, states: Sequence[str]) -> None:
+        """`states`: of layers before the last, by name; the same on all stages."""
+        super().__init__(decoder, ranks)
+        stages = {name: decoder.shard.stage_of(name) for name in dict.fromkeys(states)}
+        self._earlier = [name for name, stage in stages.items() if stage < self.place.stage]
+        self._own = [name for name, stage in stages.items() if stage == self.place.stage]
+        self._so_far = [name for name, stage in stages.items() if stage <= self.place.stage]
+
+    def forward(
+        self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], rows: Tensor, places: Tensor
+    ) -> ResidualStream:
+        return self._capture(ids, ctx, caches)[0]
+
+    def _capture(
+        self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache]
+    ) -> tuple[ResidualStream, dict[str, Tensor]]:
+        """The stream after this stage's layers, and the states up to here."""
+        x = self._taken_over(ids)
+        found = {name: self._received(ids) for name in self._earlier}
+        if self._own:
+            stream, captured = self._decoder.forward_capturing(x, ctx, caches, self._own)
+            found |= captured
+        else:
+            stream = self._decoder.forward(x, ctx, caches)
+        self._hand_on(stream, (found[name] for name in self._so_far))
+        return stream, found
 
 
 def _known(link: RowsLink | None) -> RowsLink:

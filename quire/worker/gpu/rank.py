@@ -22,6 +22,7 @@ from quire.worker.gpu.options import DTYPES, device_options
 from quire.worker.gpu.passes import DeviceRanks
 from quire.worker.gpu.peers import connect_peers
 from quire.worker.gpu.speculation import speculation_of
+from quire.worker.gpu.told import LinkTalk
 from quire.worker.gpu.worker import GpuWorker, RankShare
 from quire.worker.memory import PoolSize
 
@@ -51,7 +52,9 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
     source = resolve_model(model.model, tokenizer=model.tokenizer, load_format=model.load_format,
                            cache_dir=model.cache_dir, progress=False)
     spec = read_spec(source.config)
-    shard = shard_of(spec, place, stages_help=False)
+    speculation = config.speculation.options
+    reads_tokens = speculation is not None and speculation.reads_states
+    shard = shard_of(spec, place, stages_help=False, reads_tokens=reads_tokens)
     ranks: DeviceRanks = DeviceRanks()
     if collectives is not None:
         shared = gpu is None and count < place.num_ranks
@@ -61,7 +64,7 @@ def build_gpu_rank(config: EngineConfig, place: Place, collectives: Collectives 
         ranks = connect_peers(collectives, place, device, DTYPES[model.dtype], shared=shared, nccl=nccl)
         collectives.device_waited_ns = lambda: ranks.waited_ns
     share = RankShare(shard, ranks, lambda pool: PoolSize(**agree(dataclasses.asdict(pool))),
-                      sharing(place, count) if gpu is None else 1)
+                      sharing(place, count) if gpu is None else 1, LinkTalk.of(place, collectives))
     parts = None if shard.is_whole else stored_parts(source.config, shard)
     weights: Iterable[tuple[str, StoredWeight]] | None = None
     if model.load_format != "dummy":

@@ -84,7 +84,7 @@ class DeviceRunner:
             passes = DevicePasses(decoder, ranks)
         self.launches = StepLaunches(passes, table, self.contexts, max(max_num_seqs, least_rows), advance)
         self.rungs = ladder(max_num_seqs)
-        self.resting_rungs = [rung for rung in self.rungs if rung <= MOST_RESTING] if passes.is_watched else []
+        self.resting_rungs = [rung for rung in self.rungs if rung <= MOST_RESTING] if passes.may_rest else []
         self._most_resting = max(self.resting_rungs, default=0)
         """Of decode steps that can do without what a draft head reads."""
         # Steps with drafts are never padded to these, so rows that are there for drafts need no shapes.
@@ -177,6 +177,8 @@ class DeviceRunner:
             self.launches.scatter(places, values)
             places = values = NOTHING
             entries, drafted = self.drafter.propose(entries, self._table)
+            if not self.launches.draws:  # what the stage with the head has told
+                places, values = self._table.told(entries)
         else:
             drafted = Drafted.known(entries)
         pending = self._run(replace(plan, entries=drafts_as_decodes(entries)), places, values, drafted)

@@ -15,8 +15,11 @@ from quire.models.decoder import Decoder
 from quire.models.heads.build import build_head
 from quire.models.heads.head import DraftHead
 from quire.models.heads.mtp import build_mtp
-from quire.models.loader.source import ModelSource, resolve_model
+from quire.models.heads.spec import HeadSpec
+from quire.models.loader.source import ModelSource
+from quire.models.registry import read_spec
 from quire.speculation.options import MTP, REJECTION, SpeculationOptions, refuse_with_heads
+from quire.worker.draft_memory import draft_source, head_spec
 from quire.worker.draft_models import reading_draft_model
 from quire.worker.gpu.weights import moved
 
@@ -33,6 +36,8 @@ class Speculation:
     weights: Iterable[tuple[str, StoredWeight]] | None = None
     head: BuildHead | None = None
     """Of a head that reads the target's hidden states."""
+    head_spec: HeadSpec | None = None
+    """The same as plain data: for stages of a pipeline that have no head."""
 
     @property
     def rejection(self) -> bool:
@@ -44,14 +49,13 @@ def speculation_of(config: EngineConfig, source: ModelSource) -> Speculation | N
     options = config.speculation.options
     if options is not None and options.reads_states:
         _check_head(options.method, config)
-    if options is not None and options.method == MTP:
-        return Speculation(options, head=partial(_mtp, source))
+        spec = head_spec(options, config, read_spec(source.config))
+        build = partial(_mtp, source) if options.method == MTP else partial(_eagle, draft_source(options, config))
+        return Speculation(options, head=build, head_spec=spec)
     if options is None or options.model is None:
         return None if options is None else Speculation(options)
     with reading_draft_model(options.model):
-        draft = resolve_model(options.model, load_format=options.load_format, cache_dir=config.model.cache_dir)
-    if options.reads_states:
-        return Speculation(options, head=partial(_eagle, draft))
+        draft = draft_source(options, config)
     return Speculation(options, draft.config, _draft_weights(draft, config))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from quire.kernels.step_reference import FIELDS
 from quire.sampling.batch import SamplingRow
 from quire.sampling.params import SamplingParams
 from quire.sampling.philox import signed_seed
-from quire.scheduler.plan import RowStart, StepPlan
+from quire.scheduler.plan import PlanEntry, RowStart, StepPlan
 from quire.worker.gpu.sampled_stage import RowSettings
 
 
@@ -151,16 +151,26 @@ class DeviceTable:
             places.extend(range(base, base + len(blocks)))
             values.extend(blocks)
             mine[:] = blocks
-        for entry in plan.entries:
-            known = entry.drafts or entry.given
-            if known:
-                end = entry.row * self.max_model_len + entry.start + entry.num_tokens
-                places.extend(range(end - len(known), end))
-                values.extend(known)
+        for place, known in self._known_of(plan.entries):
+            places.extend(range(place, place + len(known)))
+            values.extend(known)
         if places:
             self._places.append(np.array(places, np.int32))
             self._values.append(np.array(values, np.int32))
         return self._take()
+
+    def told(self, entries: Sequence[PlanEntry]) -> tuple[np.ndarray, np.ndarray]:
+        """(places, values) of the drafts that the host knows, for a scatter."""
+        found = list(self._known_of(entries))
+        places = [place + index for place, known in found for index in range(len(known))]
+        return np.array(places, np.int32), np.array([token for _, known in found for token in known], np.int32)
+
+    def _known_of(self, entries: Sequence[PlanEntry]) -> Iterator[tuple[int, Sequence[int]]]:
+        """Tokens of a step that came to the host, and the place of the first of each sequence."""
+        for entry in entries:
+            known = entry.drafts or entry.given
+            if known:
+                yield entry.row * self.max_model_len + entry.start + entry.num_tokens - len(known), known
 
     def _take(self) -> tuple[np.ndarray, np.ndarray]:
         if not self._places:

@@ -31,6 +31,7 @@ from quire.scheduler.plan import PlanEntry, RowStart, StepPlan, StepResult, Tabl
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.draft_models import DraftProgress, check_same_vocabulary, reading_draft_model
 from quire.worker.gpu.ahead import DraftsAhead
+from quire.worker.gpu.backend import device_ops
 from quire.worker.gpu.copies import CopyStream
 from quire.worker.gpu.drafter import DeviceDrafter, DraftRunner, without_layers
 from quire.worker.gpu.expert_meter import ExpertMeter
@@ -38,12 +39,13 @@ from quire.worker.gpu.growing import TreeGrower, expanded_at_once
 from quire.worker.gpu.heads import HeadRunner, KeptStates, WatchedPasses
 from quire.worker.gpu.memory import explain, explain_start, measure_step, ran_out, size_device_pool
 from quire.worker.gpu.options import DTYPES, DeviceOptions, supported
-from quire.worker.gpu.passes import DevicePasses, DeviceRanks
+from quire.worker.gpu.passes import CapturingPasses, DevicePasses, DeviceRanks
 from quire.worker.gpu.results import PendingStep, ResultCopier, failed
 from quire.worker.gpu.runner import DeviceRunner
 from quire.worker.gpu.spans import SpanRunner
 from quire.worker.gpu.speculation import Speculation
 from quire.worker.gpu.table import DeviceTable, DraftView
+from quire.worker.gpu.told import StageTalk, TellingDrafts, ToldDrafts
 from quire.worker.gpu.trees import TreeSteps
 from quire.worker.gpu.weights import build_on_device, random_weights
 from quire.worker.head_progress import HeadProgress
@@ -64,6 +66,8 @@ class RankShare:
     """Says what this rank could hold, and waits for what all of them will."""
     sharing: int = 1
     """Ranks of the engine on this GPU."""
+    talk: StageTalk | None = None
+    """How the last stage tells the others of drafts, where there are several."""
 
 
 _WARM_UP = ((0, 40), (0, 100), (0, 512), (100, 40))
@@ -95,12 +99,15 @@ class GpuWorker:
         self.shard = shard_of(self.spec, Place()) if share is None else share.shard
         self._speculation = speculation
         self._grower: TreeGrower | None = None
+        self._drafter: DeviceDrafter | None = None
         model = None if speculation is None else speculation.config
         with reading_draft_model(None if speculation is None else speculation.options.model):
             small = None if model is None else read_spec(model)
         if small is not None:
             check_same_vocabulary(self.spec, small)
         self._draft_spec: DecoderSpec | HeadSpec | None = small
+        if speculation is not None and speculation.head_spec is not None:
+            self._draft_spec = speculation.head_spec
         self._check_trees(small)
         self.device = torch.device(options.device)
         if self.device.type == "cuda":
@@ -134,7 +141,7 @@ class GpuWorker:
         ops: Ops | None,
     ) -> None:
         options, dtype = self._options, DTYPES[self._options.dtype]
-        self.ops = _device_ops(options, self.device, dtype) if ops is None else ops
+        self.ops = device_ops(options, self.device, dtype) if ops is None else ops
         started = time.perf_counter()
         length = _length(self.spec.max_positions, options.max_model_len)
         parts = None if self.shard.is_whole else stored_parts(config, self.shard)
@@ -147,7 +154,8 @@ class GpuWorker:
         if isinstance(draft, DraftHead):
             self._draft_spec = draft.spec
         self._mark("weights", started)
-        groups = len(groups_with_draft(self.spec, 0 if draft is None else draft.spec.kv_bytes_per_token))
+        kept = self._draft_spec
+        groups = len(groups_with_draft(self.spec, 0 if kept is None else kept.kv_bytes_per_token))
         seqs = options.max_num_seqs
         self.table = DeviceTable(seqs, length, cache.block_size, groups, self.spec.vocab_size, self.device)
         self._runner = DeviceRunner(
@@ -177,6 +185,8 @@ class GpuWorker:
         self._runner.caches = self._cache.layers
         if drafting is not None:
             self._connect(drafting, cache)
+        elif self._is_told and self._talk is not None:
+            self._runner.drafter = ToldDrafts(self._talk)
         self._prepare(drafting)
 
     def kv_memory(self) -> KVStore:
@@ -227,6 +237,8 @@ class GpuWorker:
 
     def _build_draft_model(self, length: int, dtype: torch.dtype) -> Decoder | DraftHead | None:
         asked = self._speculation
+        if self._is_told:
+            return None
         if asked is not None and asked.head is not None:
             ranks = DeviceRanks() if self._share is None else self._share.ranks
             # Ranks read rows of the tables that they share.
@@ -243,16 +255,28 @@ class GpuWorker:
         with reading_draft_model(asked.options.model):
             return build_on_device(asked.config, weights, self.ops, self.device, dtype, length)
 
+    @property
+    def _talk(self) -> StageTalk | None:
+        return None if self._share is None else self._share.talk
+
+    @property
+    def _is_told(self) -> bool:
+        """A stage that is told the drafts of a head, which the last stage has."""
+        asked = self._speculation
+        return asked is not None and asked.head is not None and not self.shard.place.is_last
+
     def _watched_passes(self, draft: Decoder | DraftHead | None, ranks: DeviceRanks | None) -> DevicePasses | None:
         """Of a target with a head, which reads its hidden states."""
+        if self._is_told and isinstance(self._draft_spec, HeadSpec):
+            return CapturingPasses(self.decoder, ranks, self._draft_spec.inner_states)
         if not isinstance(draft, DraftHead):
             return None
         self._states = KeptStates(self.table, draft_group(self.spec))
         return WatchedPasses(self.decoder, ranks, draft, self._states)
 
     def _check_trees(self, draft: DecoderSpec | None) -> None:
-        """Latents are attended to along chains, and ranks of a GPU take chains. Lookups have a first branch to take
-        then; of a model's tree nobody knows it."""
+        """Latents are attended to along chains, and stages take chains. Lookups have a first branch to take then; of a
+        model's tree nobody knows it."""
         asked = self._speculation
         if asked is None or asked.options.tree is None or not asked.options.on_device:
             return
@@ -262,16 +286,16 @@ class GpuWorker:
         if latent:
             raise ConfigError(f"{named} with latent attention (MLA): leave tree out for chains, or use device='cpu'",
                               field="speculative_config")
-        if self._share is not None:
-            raise ConfigError(f"{named} by several ranks: leave tree out for chains, or use device='cpu'",
+        if self.shard.place.num_stages > 1:
+            raise ConfigError(f"{named} over pipeline stages: leave tree out for chains, or use device='cpu'",
                               field="speculative_config")
 
     def _tree_steps(self) -> TreeSteps | None:
-        """Latents are attended to along chains."""
+        """Latents are attended to along chains; stages that draw nothing do not know which branch was kept."""
         asked = self._speculation
         if asked is None or asked.options.tree is None:
             return None
-        if self._share is not None or any(layer.attention.latent is not None for layer in self.spec.layers):
+        if self.shard.place.num_stages > 1 or any(layer.attention.latent is not None for layer in self.spec.layers):
             return None
         graphs = self._runner.graphs
         return TreeSteps(self._runner.launches, self.ops, self.table, asked.options.tree, self._runner.rungs,
@@ -305,7 +329,7 @@ class GpuWorker:
     def _build_draft_runner(self, draft: Decoder | DraftHead | None) -> DraftRunner | None:
         """Of the draft model, or of the target without some layers, over the same table."""
         asked, options = self._speculation, self._options
-        if asked is None or not asked.options.on_device:
+        if asked is None or not asked.options.on_device or self._is_told:
             return None
         if isinstance(draft, DraftHead):
             return self._build_head_runner(draft, asked)
@@ -319,7 +343,8 @@ class GpuWorker:
         else:
             view = DraftView(self.table, [draft_group(self.spec)] * len(draft.spec.cache_groups()))
         if asked.options.tree is not None:
-            return SpanRunner(draft, self.ops, view, self.device, windows=windows, **self._span_options(asked))
+            return SpanRunner(draft, self.ops, view, self.device, windows=windows, ranks=ranks,
+                              **self._span_options(asked))
         return DraftRunner(
             draft,
             self.ops,
@@ -355,8 +380,11 @@ class GpuWorker:
         if isinstance(drafting, HeadRunner) and chains:
             ahead = DraftsAhead(drafting, self.table, draft_group(self.spec))
             drafting.follow(self._runner.launches)
-        self._runner.drafter = DeviceDrafter(drafting, progress, self._options.max_num_batched_tokens,
-                                             not isinstance(drafting, HeadRunner), self._build_grower(drafting), ahead)
+        self._drafter = DeviceDrafter(drafting, progress, self._options.max_num_batched_tokens,
+                                      not isinstance(drafting, HeadRunner), self._build_grower(drafting), ahead)
+        self._runner.drafter = self._drafter
+        if self._talk is not None and self._share is not None and isinstance(drafting, HeadRunner):
+            self._runner.drafter = TellingDrafts(self._drafter, self._talk, self._share.ranks.watched)
 
     def _build_grower(self, drafting: DraftRunner) -> TreeGrower | None:
         trees, asked = self._runner.trees, self._speculation
@@ -453,10 +481,10 @@ class GpuWorker:
             self._runner.run(plan)
         finally:
             self._runner.padded = padded
-        if isinstance(self._runner.drafter, DeviceDrafter):
-            self._runner.drafter.runner.begin()
-            self._runner.drafter.runner.launch(plan.entries)
-            self._runner.drafter.runner.begin()
+        if self._drafter is not None:
+            self._drafter.runner.begin()
+            self._drafter.runner.launch(plan.entries)
+            self._drafter.runner.begin()
         self._runner.run(StepPlan(1, freed_rows=list(range(len(chunks)))))
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -531,8 +559,8 @@ class GpuWorker:
         if self._grower is not None:
             self._grower.close()
         if "_runner" in self.__dict__:
-            if isinstance(self._runner.drafter, DeviceDrafter):
-                self._runner.drafter.runner.close()
+            if self._drafter is not None:
+                self._drafter.runner.close()
             self._runner.close()
         if self._share is not None:
             self._share.ranks.close()
@@ -540,7 +568,7 @@ class GpuWorker:
             self.ops.close()
         for name in ("_runner", "_copies", "_cache", "table", "decoder", "ops", "_copier"):
             self.__dict__.pop(name, None)
-        self._grower = None
+        self._grower = self._drafter = None
         if self.device.type == "cuda":
             # What is left refers to itself in circles; the allocator can only return what nobody holds.
             gc.unfreeze()
@@ -555,24 +583,3 @@ def _length(max_positions: int, wanted: int | None) -> int:
             field="max_model_len",
         )
     return max_positions if wanted is None else wanted
-
-
-def _device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype) -> Ops:
-    if device.type != "cuda":
-        raise ConfigError("no kernels for this device: pass `ops` explicitly unless the device is cuda", "device")
-    from quire.ops.triton import KV_DTYPES, TritonOps
-
-    return TritonOps(
-        device,
-        dtype,
-        deterministic=options.deterministic,
-        kv_dtype=KV_DTYPES[options.kv_cache_dtype],
-        dense_prefill=options.dense_prefill,
-        prompt_rows=options.prompt_rows,
-        pdl=options.launch_early,
-        named_algorithms=options.named_algorithms,
-        fixed_prefetch=options.fixed_prefetch,
-        fixed_fusion=options.fixed_fusion,
-        few_rows=options.few_rows,
-        rounding=options.rounding,
-    )

@@ -14,12 +14,14 @@ from quire.models.build import dummy_weights, stored_parts
 from quire.models.registry import read_spec
 from quire.models.shard import shard_of
 from quire.ops.cpu import CpuOps
+from quire.parallel.collectives import Link
 from quire.parallel.peers import HEAD_BYTES, PeerGroup, PeerLink, group_bytes
 from quire.parallel.place import Place
 from quire.scheduler.plan import StepPlan, StepResult
 from quire.worker.gpu.options import DeviceOptions
 from quire.worker.gpu.passes import DeviceRanks
 from quire.worker.gpu.speculation import Speculation
+from quire.worker.gpu.told import LinkTalk
 from quire.worker.gpu.worker import GpuWorker, RankShare
 from tests.parallel_ranks.rank_threads import side_by_side
 
@@ -69,6 +71,34 @@ def device_ranks(tensor_size: int, num_stages: int, slot_bytes: int = 1 << 16) -
     return found, lambda: [barrier.abort() for barrier in barriers]
 
 
+class _Queue(Link):
+    """One direction between two stages, on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes, self._some = bytearray(), threading.Condition()
+
+    def send(self, data: memoryview) -> None:
+        with self._some:
+            self._bytes += data
+            self._some.notify()
+
+    def receive(self, into: memoryview) -> None:
+        with self._some:
+            assert self._some.wait_for(lambda: len(self._bytes) >= len(into), SECONDS)
+            into[:] = self._bytes[: len(into)]
+            del self._bytes[: len(into)]
+
+
+def talks_of(tensor_size: int, num_stages: int) -> dict[Place, LinkTalk | None]:
+    """A ring of stages for every tensor rank."""
+    if num_stages == 1:
+        return dict.fromkeys(Place.all(tensor_size, num_stages))
+    queues = [[_Queue() for _ in range(tensor_size)] for _ in range(num_stages)]
+    return {place: LinkTalk(place, queues[place.stage - 1][place.tensor_rank], queues[place.stage][place.tensor_rank])
+            for place in Place.all(tensor_size, num_stages)}
+
+
 class DeviceRankWorkers:
     """The workers of all ranks, which carry out each plan together."""
 
@@ -79,12 +109,14 @@ class DeviceRankWorkers:
         self.ranks, self._give_up = device_ranks(tensor_size, num_stages)
         spec = read_spec(config)
         self.workers: list[GpuWorker] = []
+        talks = talks_of(tensor_size, num_stages)
 
         def build(place: Place, ranks: DeviceRanks) -> GpuWorker:
-            shard = shard_of(spec, place, stages_help=False)
+            asked = speculation()
+            shard = shard_of(spec, place, stages_help=False, reads_tokens=asked is not None and asked.head is not None)
             return GpuWorker(config, weights(config, parts=stored_parts(config, shard)), cache, options,
-                             ops=CpuOps(num_threads=1), speculation=speculation(),
-                             share=RankShare(shard, ranks, lambda pool: pool))
+                             ops=CpuOps(num_threads=1), speculation=asked,
+                             share=RankShare(shard, ranks, lambda pool: pool, talk=talks[place]))
 
         self.workers = side_by_side([lambda place=place, ranks=ranks: build(place, ranks)
                                      for place, ranks in zip(self.places, self.ranks, strict=True)], self._give_up)

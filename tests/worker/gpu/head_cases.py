@@ -13,6 +13,8 @@ from quire.models.decoder import Decoder
 from quire.models.heads.build import read_head
 from quire.models.heads.head import DraftHead
 from quire.models.heads.mtp import read_mtp
+from quire.models.heads.spec import HeadSpec
+from quire.models.spec import DecoderSpec
 from quire.models.stored_parts import StoredParts
 from quire.speculation.choice import DraftChoice
 from quire.speculation.device_speculator import DeviceSpeculator
@@ -32,20 +34,24 @@ def faint(config: dict[str, Any], parts: StoredParts | None = None) -> Iterator[
         yield name, tensor * 0.05 if name.endswith(("o_proj.weight", "down_proj.weight")) else tensor
 
 
+def spec_of(kind: str, target: DecoderSpec) -> HeadSpec:
+    """Of a random head."""
+    if kind == "mtp":
+        return read_mtp(target)
+    shapes: dict[str, Any] = {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+    if kind == "eagle3":
+        shapes |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": target.vocab_size // 2 + 1,
+                   "eagle_aux_hidden_state_layer_ids": [0, 1, target.num_layers]}
+    return read_head({**QWEN3, **shapes, "vocab_size": target.vocab_size}, target)
+
+
 def random_head(kind: str) -> Any:
     """Builds a head on the device of its target. It mostly hands on what it reads."""
 
     def build(target: Decoder, device: torch.device, max_model_len: int) -> DraftHead:
-        spec, hidden, guessed = target.spec, target.spec.hidden_size, None
-        if kind == "mtp":
-            head_spec = read_mtp(spec)
-        else:
-            shapes = {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
-            if kind == "eagle3":
-                shapes |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": spec.vocab_size // 2 + 1,
-                           "eagle_aux_hidden_state_layer_ids": [0, 1, spec.num_layers]}
-                guessed = torch.arange(0, spec.vocab_size, 2, device=device)
-            head_spec = read_head({**QWEN3, **shapes, "vocab_size": spec.vocab_size}, spec)
+        hidden = target.spec.hidden_size
+        head_spec = spec_of(kind, target.spec)
+        guessed = torch.arange(0, target.spec.vocab_size, 2, device=device) if kind == "eagle3" else None
         generator = torch.Generator(device="cpu").manual_seed(7)
         weights = {}
         for name, size in head_spec.parameters().items():

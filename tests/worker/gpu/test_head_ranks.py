@@ -1,6 +1,7 @@
 """Draft heads over ranks of the device worker, on CPU tensors: on every rank the drafts of one rank, and its results.
 
-Plans are those of an engine of one rank, with all that they tell workers. Every tensor rank proposes for itself.
+Plans are those of an engine of one rank, with all that they tell workers. Every tensor rank of the last stage proposes
+for itself, and tells its neighbours in the other stages.
 """
 
 from __future__ import annotations
@@ -21,26 +22,30 @@ from quire import LLM
 from quire.config import CacheConfig, EngineConfig
 from quire.engine.assembly import engine as assembly
 from quire.engine.assembly.source import open_source
-from quire.errors import ConfigError
+from quire.errors import ConfigError, StepError
 from quire.models.heads.head import DraftHead
+from quire.models.registry import read_spec
 from quire.parallel.peers import PeerGroup
 from quire.scheduler.plan import PlanEntry, StepPlan, StepResult
+from quire.worker.gpu import runner
 from quire.worker.gpu.launches import StepLaunches
 from quire.worker.gpu.speculation import Speculation, speculation_of
 from quire.worker.gpu.worker import GpuWorker
 from tests import test_mtp
 from tests.checkpoints import make_checkpoint
 from tests.eagle_heads import make_head
+from tests.parallel_ranks.rank_threads import side_by_side
 from tests.parallel_ranks.test_worker_replay import PROMPTS, params
 from tests.worker.gpu.device_ranks import DeviceRankWorkers
 from tests.worker.gpu.drafting import accepted, looping
-from tests.worker.gpu.engines import make_engine, run
-from tests.worker.gpu.head_cases import TARGETS, Pause, asked, faint
+from tests.worker.gpu.engines import make_engine, run, workload
+from tests.worker.gpu.head_cases import TARGETS, Pause, asked, faint, spec_of
 from tests.worker.gpu.test_ahead import simple
 from tests.worker.gpu.test_heads import build
 from tests.worker.gpu.test_ranks import OPTIONS
 
-SIZES = (2, 3)
+SIZES = ((2, 1), (3, 1), (1, 2), (2, 2))
+"""Tensor ranks and stages."""
 NINE_HEADS = {"hidden_size": 72, "intermediate_size": 272, "num_attention_heads": 9, "num_key_value_heads": 3}
 Drafts = list[tuple[int, int, tuple[int, ...]]]
 """Row, place of its last token, what was proposed to follow."""
@@ -62,12 +67,12 @@ class Recorded:
         self.steps.append((kept, copy.deepcopy(future.result())))  # the scheduler cuts tokens after an end
         return future
 
-    def replay(self, size: int, config: dict[str, Any], cache: Any, speculation: Callable[[], Speculation | None],
-               weights: Any) -> None:
-        ranks = DeviceRankWorkers(config, cache, self.options, size, 1, speculation, weights)
+    def replay(self, size: tuple[int, int], config: dict[str, Any], cache: Any,
+               speculation: Callable[[], Speculation | None], weights: Any) -> None:
+        ranks = DeviceRankWorkers(config, cache, self.options, *size, speculation, weights)
         try:
             told = [proposed(worker) for worker in ranks.workers]
-            ahead = [launched_ahead(worker) for worker in ranks.workers]
+            ahead = [launched_ahead(worker) for worker in ranks.workers if worker.shard.place.is_last]
             for plan, expected in self.steps:
                 assert ranks.execute(copy.deepcopy(plan)).entries == expected.entries, (size, plan)
             assert all(each == self.drafts for each in told)
@@ -109,7 +114,7 @@ def of_files(target: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPa
     return Recorded(llm._core.executor._worker), llm  # type: ignore[attr-defined]
 
 
-def replay_files(record: Recorded, target: Path, options: dict[str, Any], sizes: Sequence[int]) -> None:
+def replay_files(record: Recorded, target: Path, options: dict[str, Any], sizes: Sequence[tuple[int, int]]) -> None:
     config = EngineConfig.create(model=str(target), **options)
     source = open_source(config)
     for size in sizes:
@@ -176,7 +181,7 @@ def test_tables_of_the_head_are_shared_too(tmp_path: Path, monkeypatch: pytest.M
     original = GpuWorker._build_head_runner
     monkeypatch.setattr(GpuWorker, "_build_head_runner",
                         lambda self, head, asked: found.append(head) or original(self, head, asked))
-    replay_files(record, target, options, (2,))
+    replay_files(record, target, options, ((2, 1),))
     assert sorted(head.head.packed.out_features for head in found) == [17, 32]
     assert [head.embed is head._target.embed for head in found] == [own != "tables"] * 2
 
@@ -190,17 +195,21 @@ def test_layers_trained_with_the_model(family: str, tmp_path: Path, monkeypatch:
     with llm:
         llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))], use_tqdm=False)
     assert len(record.drafts) > 30
-    replay_files(record, target, options, (2,))
+    replay_files(record, target, options, ((2, 1), (1, 2)))
 
 
 CACHE = CacheConfig(block_size=8, num_kv_blocks=60)
 
 
-def replay_random(record: Recorded, kind: str, keywords: dict[str, Any], sizes: Sequence[int],
+def replay_random(record: Recorded, kind: str, keywords: dict[str, Any], sizes: Sequence[tuple[int, int]],
                   cache: CacheConfig = CACHE) -> None:
     for size in sizes:
-        record.replay(size, TARGETS[kind], cache,
-                      lambda: Speculation(keywords["speculation"], head=keywords["head"]), faint)
+        record.replay(size, TARGETS[kind], cache, lambda: speculation_with(kind, keywords), faint)
+
+
+def speculation_with(kind: str, keywords: dict[str, Any]) -> Speculation:
+    return Speculation(keywords["speculation"], head=keywords["head"],
+                       head_spec=spec_of(kind, read_spec(TARGETS[kind])))
 
 
 @pytest.mark.parametrize(("kind", "memory"), [
@@ -227,8 +236,8 @@ def test_drafts_made_ahead_are_made_by_every_rank(kind: str, memory: dict[str, i
 def _noting_the_turn(launch: Callable[..., Any], turns: list[int]) -> Callable[..., Any]:
     def noting(self: StepLaunches, *args: Any, **more: Any) -> Any:
         group = self.passes._ranks.group
-        assert isinstance(group, PeerGroup)
-        turns.append(group._turn)
+        assert group is None or isinstance(group, PeerGroup)
+        turns.append(0 if group is None else group._turn)
         return launch(self, *args, **more)
 
     return noting
@@ -243,7 +252,7 @@ def test_ranks_draw_from_the_same_logits_whatever_their_heads_round(kind: str) -
     run(core, simple(3))
     core.close()
     ranks = DeviceRankWorkers(TARGETS[kind], CACHE, record.options, 2, 1,
-                              lambda: Speculation(keywords["speculation"], head=keywords["head"]), faint)
+                              lambda: speculation_with(kind, keywords), faint)
     rows: list[list[Tensor]] = [[], []]
     logits: list[list[Tensor]] = [[], []]
     try:
@@ -273,9 +282,13 @@ def _watch(head: DraftHead, factor: float, rows: list[Tensor], logits: list[Tens
     head.forward, head.logits = forward, of  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_head_that_rests_rests_on_every_rank(kind: str) -> None:
-    """Who asks for drafts of a text with holes is told by every rank that there are none."""
+def test_a_head_that_rests_rests_on_every_rank(kind: str, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for drafts of a text with holes is told by every rank that there are none. Over stages no head rests:
+    there are never holes."""
+    if stages > 1:
+        monkeypatch.setattr(runner, "MOST_RESTING", 0)
     keywords = asked(kind)
     core = make_engine(TARGETS[kind], device=True, **keywords)
     record = Recorded(core.executor._worker)  # type: ignore[attr-defined]
@@ -283,8 +296,53 @@ def test_a_head_that_rests_rests_on_every_rank(kind: str) -> None:
     run(core, looping(8))
     core.close()
     assert pause.rested and sum(plan.head_rests for plan, _ in record.steps) == pause.rested
-    assert any(entry.undraftable for _, result in record.steps for entry in result.entries)
-    replay_random(record, kind, keywords, SIZES)
+    assert any(entry.undraftable for _, result in record.steps for entry in result.entries) == (stages == 1)
+    replay_random(record, kind, keywords, [size for size in SIZES if (size[1] > 1) == (stages > 1)])
+
+
+@pytest.mark.parametrize(("kind", "verifier"), [("eagle", "coupled"), ("eagle3", "coupled"), ("eagle3", "rejection")])
+def test_trees_grow_alike_on_all_tensor_ranks(kind: str, verifier: str) -> None:
+    keywords = asked(kind, verifier=verifier, tree={"width": 3, "depth": 3, "nodes": 6})
+    core = make_engine(TARGETS[kind], device=True, **keywords)
+    record = Recorded(core.executor._worker)  # type: ignore[attr-defined]
+    run(core, looping(6))
+    run(core, workload(3, 11))
+    core.close()
+    trees = [entry for _, result in record.steps for entry in result.entries if entry.parents]
+    assert len(trees) > 20 and any(entry.kept for entry in trees)
+    replay_random(record, kind, keywords, SIZES[:2])
+
+
+def test_a_stage_that_cannot_draft_loses_the_step_on_all() -> None:
+    """And the steps after it go on as if nothing had been."""
+    keywords = asked("eagle")
+    core = make_engine(TARGETS["eagle"], device=True, budget=120, **keywords)
+    record = Recorded(core.executor._worker)  # type: ignore[attr-defined]
+    run(core, simple(2))
+    core.close()
+    ranks = DeviceRankWorkers(TARGETS["eagle"], CACHE, record.options, 1, 2,
+                              lambda: speculation_with("eagle", keywords), faint)
+    first, last = ranks.workers
+    asking = next(i for i, (plan, _) in enumerate(record.steps) if any(e.device_drafts for e in plan.entries))
+    drafter: Any = last._runner.drafter
+    propose = drafter._drafter.propose
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no memory for drafts")
+
+    try:
+        for plan, expected in record.steps[:asking]:
+            assert ranks.execute(copy.deepcopy(plan)).entries == expected.entries
+        drafter._drafter.propose = fail
+        found = side_by_side([lambda worker=worker: worker.submit(copy.deepcopy(record.steps[asking][0])).exception()
+                              for worker in (first, last)], lambda: None)
+        assert isinstance(found[0], StepError) and "last pipeline stage" in str(found[0])
+        assert "no memory for drafts" in str(found[1])
+        drafter._drafter.propose = propose
+        for plan, expected in record.steps[asking:]:
+            assert ranks.execute(copy.deepcopy(plan)).entries == expected.entries
+    finally:
+        ranks.close()
 
 
 def test_a_rank_that_fails_in_drafts_ahead_has_failed_in_the_step() -> None:
@@ -295,7 +353,7 @@ def test_a_rank_that_fails_in_drafts_ahead_has_failed_in_the_step() -> None:
     run(core, simple(2))
     core.close()
     ranks = DeviceRankWorkers(TARGETS["eagle"], CACHE, record.options, 2, 1,
-                              lambda: Speculation(keywords["speculation"], head=keywords["head"]), faint)
+                              lambda: speculation_with("eagle", keywords), faint)
 
     def fail(*_: Any) -> bool:
         raise RuntimeError("no memory for drafts")
@@ -310,10 +368,10 @@ def test_a_rank_that_fails_in_drafts_ahead_has_failed_in_the_step() -> None:
         ranks.close()
 
 
-@pytest.mark.parametrize("kind", ["eagle", "mtp"])
-def test_trees_are_refused_by_name(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "size", "where"), [("eagle", (1, 2), "over pipeline stages"),
+                                                      ("mtp", (2, 1), r"with latent attention \(MLA\)")])
+def test_trees_are_refused_by_name(kind: str, size: tuple[int, int], where: str) -> None:
     keywords = asked(kind, tree={"width": 3, "depth": 3, "nodes": 6})
-    with pytest.raises(ConfigError, match=f"tree of method '{kind}' is not drafted on a GPU") as error:
-        DeviceRankWorkers(TARGETS[kind], CACHE, OPTIONS, 2, 1,
-                          lambda: Speculation(keywords["speculation"], head=keywords["head"]), faint)
+    with pytest.raises(ConfigError, match=f"tree of method '{kind}' is not drafted on a GPU {where}") as error:
+        DeviceRankWorkers(TARGETS[kind], CACHE, OPTIONS, *size, lambda: speculation_with(kind, keywords), faint)
     assert error.value.field == "speculative_config"
