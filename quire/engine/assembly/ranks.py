@@ -107,14 +107,10 @@ def _check_gpu_ranks(config: EngineConfig) -> None:
     speculation = config.speculation.options
     if speculation is None or not speculation.on_device:
         return
-    stages = config.parallel.pipeline_parallel_size > 1
-    if stages and not speculation.reads_states:
+    if config.parallel.pipeline_parallel_size > 1 and not speculation.reads_states:
         raise ConfigError(f"drafts by method {speculation.method!r} are not made on GPUs of several stages so far: use "
                           "method 'eagle', 'mtp', 'ngram' or 'suffix', pipeline_parallel_size=1, or device='cpu'",
                           field="speculative_config")
-    if stages and speculation.tree is not None:
-        raise ConfigError(f"speculative_config tree of method {speculation.method!r} is not drafted on a GPU over "
-                          "pipeline stages: leave tree out for chains, or use device='cpu'", field="speculative_config")
     if speculation.method == DRAFT_MODEL and not config.model.deterministic:
         raise ConfigError("a draft model runs whole on every rank, and only deterministic mode makes sure that all "
                           "propose the same: use deterministic=True, or method 'skip_layers', 'ngram' or 'suffix'",

@@ -142,6 +142,9 @@ class DeviceDrafter:
         """Drafts for the step after the one that was launched last, whose drafts these are."""
         return self._ahead is not None and self._ahead.launch(drafted)
 
+    def tell(self, asked: Sequence[PlanEntry], filled: Sequence[PlanEntry], drafted: Drafted | None) -> None:
+        """Nobody waits for it."""
+
     def follow(self, plan: StepPlan) -> None:
         """Take note of what a plan does to the rows and blocks, before it runs."""
         if self._ahead is not None:

@@ -61,6 +61,7 @@ class TreeGrower:
         self.span = runner.span
         self.most = max(self._rungs)
         """Trees of one step."""
+        trees.most_growing = self.most
         self._width = min(shape.width, runner.launches.buffers.logits.shape[1])
         self._expands = expanded_at_once(shape)
         self._empty = self._staged([])

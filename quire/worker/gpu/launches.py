@@ -129,7 +129,8 @@ class StepLaunches:
         detours = view("detours").view(b.rows.shape[0], -1)[:rung]
         ctx = self._contexts.decode(rows, wide, b.query_start[: rung + 1], lengths, slots, True, self.caches, detours)
         hidden = self.passes.forward(ids, ctx, self.caches, rows, places)
-        self.draw(self.passes.logits(hidden, ctx, b.logits[:rung]), rows, lengths, view("ring"))
+        if self.draws:
+            self.draw(self.passes.logits(hidden, ctx, b.logits[:rung]), rows, lengths, view("ring"))
         self.passes.settle()
 
     def walk_trees(self, count: int, view: View, path: Tensor, nodes: int) -> None:

@@ -161,6 +161,8 @@ class DeviceRunner:
         self.launches.scatter(*self._table.take_learned())
         plan = _with_chains(plan) if self.trees is None else self.trees.chains(plan)
         places, values = self._table.apply(plan)
+        if self.trees is not None:
+            self.trees.forget(plan)
         if plan.head_rests and not self._may_rest(plan):
             plan = replace(plan, head_rests=False)
         if self.drafter is not None:
@@ -176,9 +178,7 @@ class DeviceRunner:
         if self.drafter is not None and any(entry.device_drafts for entry in entries):
             self.launches.scatter(places, values)
             places = values = NOTHING
-            entries, drafted = self.drafter.propose(entries, self._table)
-            if not self.launches.draws:  # what the stage with the head has told
-                places, values = self._table.told(entries)
+            entries, drafted = self._proposed(self.drafter, entries)
         else:
             drafted = Drafted.known(entries)
         pending = self._run(replace(plan, entries=drafts_as_decodes(entries)), places, values, drafted)
@@ -209,16 +209,17 @@ class DeviceRunner:
     def _run_trees(self, trees: TreeSteps, plan: StepPlan, places: np.ndarray, values: np.ndarray) -> PendingStep:
         self.launches.scatter(places, values)
         entries: Sequence[PlanEntry] = plan.entries
-        drafted = None
+        slot = plan.step % RING
         if self.drafter is not None and any(entry.device_drafts for entry in entries):
-            entries, drafted = self.drafter.propose(entries, self._table)
-        slot, rows = plan.step % RING, nodes_as_decodes(entries)
-        trees.stage(entries, slot)
-        if drafted is None:
+            entries, drafted = self._proposed(self.drafter, entries, trees, slot)
+        else:
             drafted = Drafted.known(entries)
-        elif any(entry.draft_depth for entry in entries):
-            drafted = Drafted.grown(entries, self._table, trees.parents, drafted)
+            trees.stage(entries, slot)
         trees.launch(entries)
+        if not self.launches.draws:
+            trees.keep_open(entries)
+            return self._nothing_drawn(plan.step)
+        rows = nodes_as_decodes(entries)
         count, drawn = len(rows), self.launches.drawn[slot]
         pending = PendingStep(plan.step, count, range(count), drawn[:count])
         self.draws.draw(DrawnStep(pending, rows, range(count), self.launches.buffers.logits, drawn, slot, drafted,
@@ -226,6 +227,25 @@ class DeviceRunner:
         trees.settle(entries)
         pending.drafts = drafted
         return pending
+
+    def _proposed(
+        self, drafter: DraftSource, asked: Sequence[PlanEntry], trees: TreeSteps | None = None, slot: int = 0
+    ) -> tuple[Sequence[PlanEntry], Drafted]:
+        """What is proposed to entries that ask for drafts. With `trees` the step is staged, since trees end to grow as
+        it is. Stages that wait for the drafts are told."""
+        entries, found = asked, None
+        try:
+            entries, drafted = drafter.propose(asked, self._table)
+            if not self.launches.draws:
+                self.launches.scatter(*self._table.told(entries))
+            if trees is not None:
+                trees.stage(entries, slot)
+                if any(entry.draft_depth for entry in entries):
+                    drafted = Drafted.grown(entries, self._table, trees.parents, drafted)
+            found = drafted
+        finally:
+            drafter.tell(asked, entries, found)
+        return entries, drafted
 
     def _nothing_drawn(self, step: int) -> PendingStep:
         return PendingStep(step, 0, [], self.launches.drawn[0, :0])

@@ -29,6 +29,15 @@ _NO_TOKEN = PlanEntry(-1, 0, 1, sample=False)
 """A row of padding."""
 
 
+def _wide_rungs(max_num_seqs: int, span: int, most_rows: int) -> list[int]:
+    return [rung for rung in ladder(max_num_seqs) if rung * span <= most_rows]
+
+
+def tree_rungs(max_num_seqs: int, span: int, most_rows: int, nodes: int) -> list[int]:
+    """Numbers of trees that passes are made for."""
+    return [rung for rung in _wide_rungs(max_num_seqs, span, most_rows) if nodes and rung * nodes <= MOST_NODE_ROWS]
+
+
 class SpanRunner(DraftRunner):
     """The first pass of a step's drafts computes all tokens that the target has accepted since: up to `span` of each
     sequence, every one a row of a captured step."""
@@ -36,9 +45,8 @@ class SpanRunner(DraftRunner):
     def __init__(self, decoder: Decoder | DraftHead, ops: Ops, table: DeviceTable, device: torch.device, *, span: int,
                  most_rows: int, max_num_seqs: int, nodes: int = 0, **options: Any) -> None:
         """`most_rows`: of such a step. `nodes`: of each tree in a pass; 0: there are no trees."""
-        self._wide_rungs = [rung for rung in ladder(max_num_seqs) if rung * span <= most_rows]
-        self.tree_rungs = [rung for rung in self._wide_rungs if nodes and rung * nodes <= MOST_NODE_ROWS]
-        """Numbers of trees that passes are made for."""
+        self._wide_rungs = _wide_rungs(max_num_seqs, span, most_rows)
+        self.tree_rungs = tree_rungs(max_num_seqs, span, most_rows, nodes)
         node_rows = [rung * nodes for rung in self.tree_rungs]
         super().__init__(decoder, ops, table, device, max_num_seqs=max_num_seqs,
                          least_rows=max(node_rows, default=0), **options)

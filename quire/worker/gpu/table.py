@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -151,26 +151,22 @@ class DeviceTable:
             places.extend(range(base, base + len(blocks)))
             values.extend(blocks)
             mine[:] = blocks
-        for place, known in self._known_of(plan.entries):
-            places.extend(range(place, place + len(known)))
-            values.extend(known)
+        for entry in plan.entries:
+            known = entry.drafts or entry.given
+            if known:
+                end = entry.row * self.max_model_len + entry.start + entry.num_tokens
+                places.extend(range(end - len(known), end))
+                values.extend(known)
         if places:
             self._places.append(np.array(places, np.int32))
             self._values.append(np.array(values, np.int32))
         return self._take()
 
     def told(self, entries: Sequence[PlanEntry]) -> tuple[np.ndarray, np.ndarray]:
-        """(places, values) of the drafts that the host knows, for a scatter."""
-        found = list(self._known_of(entries))
-        places = [place + index for place, known in found for index in range(len(known))]
-        return np.array(places, np.int32), np.array([token for _, known in found for token in known], np.int32)
-
-    def _known_of(self, entries: Sequence[PlanEntry]) -> Iterator[tuple[int, Sequence[int]]]:
-        """Tokens of a step that came to the host, and the place of the first of each sequence."""
-        for entry in entries:
-            known = entry.drafts or entry.given
-            if known:
-                yield entry.row * self.max_model_len + entry.start + entry.num_tokens - len(known), known
+        """(places, values) of drafts that another stage has told, for a scatter."""
+        places = [entry.row * self.max_model_len + entry.start + 1 + index
+                  for entry in entries for index in range(len(entry.drafts))]
+        return np.array(places, np.int32), np.array([token for entry in entries for token in entry.drafts], np.int32)
 
     def _take(self) -> tuple[np.ndarray, np.ndarray]:
         if not self._places:

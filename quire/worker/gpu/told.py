@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Protocol
 
 from quire.errors import InvariantError, StepError
@@ -68,16 +69,19 @@ class TellingDrafts:
         return self._drafter.draft_on(drafted)
 
     def propose(self, entries: Sequence[PlanEntry], table: DeviceTable) -> tuple[list[PlanEntry], Drafted]:
-        asking = [i for i, entry in enumerate(entries) if entry.device_drafts]
+        return self._drafter.propose(entries, table)
+
+    def tell(self, asked: Sequence[PlanEntry], filled: Sequence[PlanEntry], drafted: Drafted | None) -> None:
         lists: Lists | None = None
         try:
-            filled, drafted = self._drafter.propose(entries, table)
-            with self._watched():
-                found = drafted.by_entry()
-            lists = [found[i] for i in asking]
+            if drafted is not None:
+                with self._watched():
+                    found = drafted.trees_by_entry()
+                asking = [i for i, entry in enumerate(asked) if entry.device_drafts]
+                lists = [[filled[i].num_tokens for i in asking], *(found[i][0] for i in asking),
+                         *(found[i][1] for i in asking)]
         finally:
             self._talk.say(lists)
-        return filled, drafted
 
 
 class ToldDrafts:
@@ -97,7 +101,15 @@ class ToldDrafts:
         found = self._talk.hear()
         if found is None:
             raise StepError("the last pipeline stage could not make drafts for this step")
-        if len(found) != len(asking):
-            raise InvariantError(f"drafts of {len(found)} sequences were told, not of {len(asking)}")
-        filled = with_drafts(entries, dict(zip(asking, found, strict=True)))
+        sizes, count = found[0], len(asking)
+        if len(sizes) != count:
+            raise InvariantError(f"drafts of {len(sizes)} sequences were told, not of {count}")
+        filled = with_drafts(entries, dict(zip(asking, found[1 : 1 + count], strict=True)),
+                             dict(zip(asking, found[1 + count :], strict=True)))
+        for i, size in zip(asking, sizes, strict=True):
+            # A tree may have fewer nodes than rows, which all stages have.
+            filled[i] = replace(filled[i], num_tokens=size)
         return filled, Drafted.known(filled)
+
+    def tell(self, asked: Sequence[PlanEntry], filled: Sequence[PlanEntry], drafted: Drafted | None) -> None:
+        """Nobody waits for it."""

@@ -23,8 +23,9 @@ from torch import Tensor
 from quire.kernels.growth import JudgedRows
 from quire.kernels.types import NO_DETOUR, LayerCache
 from quire.ops.interface import Ops
+from quire.sampling.sending import send
 from quire.scheduler.plan import PlanEntry, StepPlan
-from quire.speculation.tree import ROOT, TreeShape, ancestry, depths
+from quire.speculation.tree import ROOT, TreeShape, ancestry, depths, path_along
 from quire.worker.gpu.batches import ladder, rung_for
 from quire.worker.gpu.graphs import GraphCache
 from quire.worker.gpu.launches import StepLaunches
@@ -98,6 +99,12 @@ class TreeSteps:
         self._kept: list[tuple[LayerCache, int]] = []
         self.grower: Grower | None = None
         """Of trees that grow on the device."""
+        self.most_growing = 0
+        """How many of these a step may have, here or on the stage that has them."""
+        self._open: dict[int, PlanEntry] = {}
+        """On a stage that draws nothing, by row: the last entry with a tree, until it is known what was kept of it."""
+        self._learned: list[tuple[int, int, list[int]]] = []
+        """Row, position of the first draft, and the nodes of branches that were kept since."""
         self._graphs = None if pool is None else GraphCache(self._device, self._launch, pool)
         self._settling = None if pool is None else GraphCache(self._device, self._settle, pool)
         self._replays = False
@@ -114,7 +121,7 @@ class TreeSteps:
         decoding = all(entry.sample and entry.num_tokens == 1 + entry.num_drafts and not entry.candidates
                        and entry.prompt_logprobs_from is None for entry in plan.entries)
         growing = sum(entry.draft_depth > 0 for entry in plan.entries)
-        fit = growing <= (0 if self.grower is None else self.grower.most)
+        fit = growing <= self.most_growing
 
         def fits(entry: PlanEntry) -> bool:
             if not decoding or entry.row in started or entry.masks:
@@ -134,7 +141,8 @@ class TreeSteps:
         self._replays = True
         if self._graphs is not None and self._settling is not None:
             self._graphs.capture(self._rungs)
-            self._settling.capture(self._tree_rungs)
+            if self._launches.draws:
+                self._settling.capture(self._tree_rungs)
 
     def close(self) -> None:
         for graphs in (self._graphs, self._settling):
@@ -184,6 +192,35 @@ class TreeSteps:
         else:
             self._settle(rung)
 
+    # ---- on a stage that draws nothing
+
+    def keep_open(self, entries: Sequence[PlanEntry]) -> None:
+        """The branches that were kept will be learned."""
+        self._open |= {entry.row: entry for entry in entries if entry.parents}
+
+    def forget(self, plan: StepPlan) -> None:
+        """Rows that belong to nobody any more, or to another sequence."""
+        if self._open:
+            for row in (*plan.freed_rows, *(start.row for start in plan.starts)):
+                self._open.pop(row, None)
+
+    def learn(self, row: int, position: int, tokens: Sequence[int]) -> None:
+        """What was drawn for a row, the first token for `position`."""
+        entry = self._open.pop(row, None)
+        if entry is not None and entry.start + 1 == position:
+            path = path_along(entry.drafts, entry.parents, tokens)
+            if any(node != depth for depth, node in enumerate(path)):
+                self._learned.append((row, position, path))
+
+    def settle_learned(self) -> None:
+        """The branches that were kept, where they belong: before the next plan moves blocks."""
+        if not self._learned:
+            return
+        trees = [[row, position, 0, len(path)] for row, position, path in self._learned]
+        paths = [[*path, *[-1] * (self._shape.depth - len(path))] for _, _, path in self._learned]
+        self._learned = []
+        self._move_all(send(trees, torch.int32, self._device), send(paths, torch.int32, self._device))
+
     def _view(self, name: str) -> Tensor:
         return self._empty.view(self._stage, name)
 
@@ -192,7 +229,9 @@ class TreeSteps:
 
     def _settle(self, count: int, separate_rope: bool = True) -> None:
         self._launches.walk_trees(count, self._view, self._path, self._shape.nodes)
-        trees, path = self._view("trees").view(-1, 4)[:count], self._path[:count]
+        self._move_all(self._view("trees").view(-1, 4)[:count], self._path[:count])
+
+    def _move_all(self, trees: Tensor, path: Tensor) -> None:
         for cache, group in (*zip(self._launches.caches, self._groups, strict=True), *self._kept):
             self._move(cache, self._table.tables[group], trees, path)
 
@@ -222,7 +261,8 @@ class TreeSteps:
         detours[:, 0] = NO_DETOUR
         first = num_trees = 0
         for entry in entries:
-            count, start = entry.num_tokens, entry.start
+            # Rows beyond the drafts of a tree that was told are padding.
+            count, start = entry.num_tokens if entry.draft_depth else 1 + entry.num_drafts, entry.start
             here = slice(first, first + count)
             rows[here] = entry.row
             places[here] = range(start, start + count)
@@ -239,7 +279,7 @@ class TreeSteps:
                 detours[first, 0] = start + 1
                 for node, path in enumerate(ancestry(entry.parents)):
                     detours[first + 1 + node, : 1 + len(path)] = [start + 1, *(start + 1 + each for each in path)]
-            first += count
+            first += entry.num_tokens
         stage = Stage()
         for name, part in (("ring", np.array([slot], np.int32)), ("rows", rows), ("places", places),
                            ("positions", positions), ("parents", parents), ("trees", trees.reshape(-1)),

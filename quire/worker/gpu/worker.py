@@ -42,7 +42,7 @@ from quire.worker.gpu.options import DTYPES, DeviceOptions, supported
 from quire.worker.gpu.passes import CapturingPasses, DevicePasses, DeviceRanks
 from quire.worker.gpu.results import PendingStep, ResultCopier, failed
 from quire.worker.gpu.runner import DeviceRunner
-from quire.worker.gpu.spans import SpanRunner
+from quire.worker.gpu.spans import SpanRunner, tree_rungs
 from quire.worker.gpu.speculation import Speculation
 from quire.worker.gpu.table import DeviceTable, DraftView
 from quire.worker.gpu.told import StageTalk, TellingDrafts, ToldDrafts
@@ -198,6 +198,8 @@ class GpuWorker:
         """Tokens that a later stage drew for a row, the first one for `position`; called before the plan that continues
         from there. An empty row is skipped."""
         self.table.learn(row, position, tokens)
+        if self._runner.trees is not None:
+            self._runner.trees.learn(row, position, tokens)
 
     def device_bytes(self) -> int:
         """Of the GPU's memory that this process holds, cached pieces included."""
@@ -275,8 +277,8 @@ class GpuWorker:
         return WatchedPasses(self.decoder, ranks, draft, self._states)
 
     def _check_trees(self, draft: DecoderSpec | None) -> None:
-        """Latents are attended to along chains, and stages take chains. Lookups have a first branch to take then; of a
-        model's tree nobody knows it."""
+        """Latents are attended to along chains. Lookups have a first branch to take then; of a model's tree nobody
+        knows it."""
         asked = self._speculation
         if asked is None or asked.options.tree is None or not asked.options.on_device:
             return
@@ -286,20 +288,23 @@ class GpuWorker:
         if latent:
             raise ConfigError(f"{named} with latent attention (MLA): leave tree out for chains, or use device='cpu'",
                               field="speculative_config")
-        if self.shard.place.num_stages > 1:
-            raise ConfigError(f"{named} over pipeline stages: leave tree out for chains, or use device='cpu'",
-                              field="speculative_config")
 
     def _tree_steps(self) -> TreeSteps | None:
-        """Latents are attended to along chains; stages that draw nothing do not know which branch was kept."""
+        """Latents are attended to along chains."""
         asked = self._speculation
         if asked is None or asked.options.tree is None:
             return None
-        if self.shard.place.num_stages > 1 or any(layer.attention.latent is not None for layer in self.spec.layers):
+        if any(layer.attention.latent is not None for layer in self.spec.layers):
             return None
         graphs = self._runner.graphs
-        return TreeSteps(self._runner.launches, self.ops, self.table, asked.options.tree, self._runner.rungs,
-                         self.spec.group_of_layer(), None if graphs is None else graphs.pool)
+        groups = self.spec.group_of_layer()[self.shard.first_layer : self.shard.last_layer]
+        steps = TreeSteps(self._runner.launches, self.ops, self.table, asked.options.tree, self._runner.rungs, groups,
+                          None if graphs is None else graphs.pool)
+        if self._is_told:
+            options = self._span_options(asked)
+            steps.most_growing = max(tree_rungs(*(options[name] for name in
+                                                  ("max_num_seqs", "span", "most_rows", "nodes"))), default=0)
+        return steps
 
     def _build_head_runner(self, head: DraftHead, asked: Speculation) -> HeadRunner:
         return HeadRunner(
@@ -492,6 +497,8 @@ class GpuWorker:
         has."""
         try:
             with torch.inference_mode():
+                if self._runner.trees is not None:
+                    self._runner.trees.settle_learned()
                 self._move_blocks(plan)
                 pending = self._run(plan)
                 future = self._copier.send(pending)
