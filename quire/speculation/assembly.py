@@ -26,10 +26,10 @@ def _speculator(options: SpeculationOptions, gpu: bool) -> Speculator:
     if tree is not None:
         most = tree.depth
     if options.method == NGRAM:
-        return LookupSpeculator(NgramSource(options.prompt_lookup_min), most, adaptive, tree=tree)
+        return LookupSpeculator(NgramSource(options.prompt_lookup_min), most, adaptive, tree=tree, gpu=gpu)
     if options.method == SUFFIX:
         source = SuffixSource(options.prompt_lookup_min, options.max_cached_tokens)
-        return LookupSpeculator(source, most, adaptive, tree=tree)
+        return LookupSpeculator(source, most, adaptive, tree=tree, gpu=gpu)
     cuts = options.chain_floor > 0.0 and not gpu
     ahead = gpu and options.reads_states and tree is None and options.verifier != REJECTION
     return DeviceSpeculator(most, adaptive, own_kv=options.own_kv, tree=tree, cuts=cuts, gpu=gpu, ahead=ahead,

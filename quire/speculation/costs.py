@@ -19,10 +19,14 @@ class StepCosts:
 
     The factor follows fast what affects every step alike (a busy machine, longer contexts); the entries change slowly.
     Between measured sizes it interpolates, and a larger step is never estimated cheaper than a smaller one.
+
+    Large sizes share entries. A step between two of them says something of both, or, where steps are padded, of the
+    larger one alone.
     """
 
-    def __init__(self, grows_like: StepCosts | None = None) -> None:
+    def __init__(self, grows_like: StepCosts | None = None, padded: bool = False) -> None:
         """`grows_like`: beyond the largest measured size, estimates grow in proportion to these."""
+        self._padded = padded
         self._sizes: list[int] = []
         self._shape: dict[int, float] = {}
         self._tries: dict[int, int] = {}
@@ -39,11 +43,16 @@ class StepCosts:
         return self._factor
 
     def observe(self, size: int, seconds: float) -> None:
-        size = _rounded(size)
+        entry = _rounded(size)
+        if entry != size and not self._padded:
+            if not self._sizes or self._sizes[0] > size:
+                low = entry - _grid(size)
+                self._enter(low, seconds * low / size)
+            self._observe_between(size, entry, seconds)
+            return
+        size = entry
         if size not in self._shape:
-            insort(self._sizes, size)
-            self._shape[size] = seconds / self._factor
-            self._tries[size] = 1
+            self._enter(size, seconds)
             return
         believed = self._factor * self._shape[size]
         self._tries[size] += 1
@@ -53,6 +62,30 @@ class StepCosts:
         ratio = min(max(seconds / believed, 1 / _OUTLIER), _OUTLIER)
         self._factor *= ratio**_FOLLOW_MACHINE
         self._shape[size] *= ratio**_FOLLOW_SHAPE
+
+    def _enter(self, size: int, seconds: float) -> None:
+        insort(self._sizes, size)
+        self._shape[size] = seconds / self._factor
+        self._tries[size] = 1
+
+    def _observe_between(self, size: int, high: int, seconds: float) -> None:
+        """A step of `size` tokens, between two entries, of which `high` may not be there yet."""
+        low = self._sizes[bisect_left(self._sizes, size) - 1]
+        share, below = (size - low) / (high - low), self._factor * self._shape[low]
+        # What the larger size would take; a token of a larger step is not dearer than one of a smaller.
+        above = min(below + max(0.0, seconds - below) / share, below * high / low)
+        if high not in self._shape:
+            self._enter(high, above)
+            return
+        believed = self.estimate(size)
+        self._tries[high] += 1
+        if self._tries[high] <= _YOUNG and seconds < believed:
+            self._shape[high] = above / self._factor
+            return
+        ratio = min(max(seconds / believed, 1 / _OUTLIER), _OUTLIER)
+        self._factor *= ratio**_FOLLOW_MACHINE
+        self._shape[low] *= ratio ** (_FOLLOW_SHAPE * (1.0 - share))
+        self._shape[high] *= ratio ** (_FOLLOW_SHAPE * share)
 
     def follow(self, ratio: float) -> None:
         """Move the common factor: a step that was not of these sizes alone took `ratio` times its estimate."""
@@ -87,7 +120,10 @@ class StepCosts:
 
 def _rounded(size: int) -> int:
     """Round large sizes up, so that similar ones share an entry."""
-    if size <= 16:
-        return size
-    step = 8 if size <= 64 else 32
+    step = _grid(size)
     return -(-size // step) * step
+
+
+def _grid(size: int) -> int:
+    """How far apart the entries round `size` are."""
+    return 1 if size <= 16 else 8 if size <= 64 else 32

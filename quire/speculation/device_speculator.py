@@ -80,7 +80,7 @@ class DeviceSpeculator(Speculator):
         `cuts`: it ends chains at unlikely drafts, so it may offer fewer than asked for. `gpu`: trees are not for
         sequences whose sampling depends on their text. `ahead`: see `drafts_ahead`. `rests`: it reads hidden states,
         which the target may leave out (`_head_rests`)."""
-        super().__init__(most, adaptive, clock)
+        super().__init__(most, adaptive, clock, gpu)
         self.tree = tree
         self.drafts_ahead = ahead
         self._gpu = self.overlaps = gpu

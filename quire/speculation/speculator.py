@@ -57,7 +57,9 @@ class Load:
 class Speculator(ABC):
     """The interface to the scheduler. `times` may be filled at start by measuring steps."""
 
-    def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter,
+                 gpu: bool = False) -> None:
+        """`gpu`: steps are padded to some sizes."""
         self.most = most
         """Most drafts in a row."""
         self.tree: TreeShape | None = None
@@ -67,7 +69,7 @@ class Speculator(ABC):
         """Most drafts of all sequences together; None: what the step's budget allows."""
         self.drafts_ahead = False
         """The worker may draft for the next step before the host knows which drafts of this one were accepted."""
-        self.times = StepCosts()
+        self.times = StepCosts(padded=gpu)
         self.stats = SpeculationStats()
         self._clock = clock
         self._in_flight: deque[tuple[Load | Pause | None, float, int]] = deque()
@@ -236,8 +238,9 @@ class LookupSpeculator(Speculator):
     """Drafts that a `ProposerSource` looks up on the host."""
 
     def __init__(self, source: ProposerSource, most: int, adaptive: bool = True,
-                 clock: Callable[[], float] = time.perf_counter, tree: TreeShape | None = None) -> None:
-        super().__init__(most, adaptive, clock)
+                 clock: Callable[[], float] = time.perf_counter, tree: TreeShape | None = None,
+                 gpu: bool = False) -> None:
+        super().__init__(most, adaptive, clock, gpu)
         self.tree = tree
         self._source = source
         self._odds = [EvidenceOdds(rank=rank) for rank in range(1 if tree is None else tree.width)]

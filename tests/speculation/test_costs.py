@@ -1,0 +1,44 @@
+"""What steps of some sizes take, learned from others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from quire.speculation.costs import StepCosts
+
+
+def linear(tokens: int) -> float:
+    """SmolLM2 in float32 on two cores, from some ten tokens on."""
+    return 3.1e-3 + 0.7e-3 * tokens
+
+
+@pytest.mark.parametrize("sizes", [(16, 17, 18, 19), (16, 18, 30), (40, 41, 43), (70, 71, 90)])
+def test_steps_a_little_larger_do_not_make_large_ones_cheap(sizes: tuple[int, ...]) -> None:
+    costs, dice = StepCosts(), random.Random(1)
+    for _ in range(300):
+        size = dice.choice(sizes)
+        costs.observe(size, linear(size) * dice.uniform(0.97, 1.03))
+    for size in sizes:
+        assert costs.estimate(size) == pytest.approx(linear(size), rel=0.05)
+    assert costs.estimate(max(sizes) + 3) == pytest.approx(linear(max(sizes) + 3), rel=0.1)
+
+
+def test_where_steps_are_padded_they_count_as_the_larger_size() -> None:
+    costs = StepCosts(padded=True)
+    for _ in range(50):
+        costs.observe(16, 1.0)
+        costs.observe(17, 1.4)
+        costs.observe(23, 1.4)
+    assert costs.estimate(24) == pytest.approx(1.4, rel=0.02)
+
+
+def test_one_slow_step_does_not_make_larger_ones_dear_for_good() -> None:
+    costs = StepCosts()
+    costs.observe(16, linear(16))
+    costs.observe(17, 5 * linear(17))
+    assert costs.estimate(24) <= linear(16) * 24 / 16
+    for _ in range(3):
+        costs.observe(18, linear(18))
+    assert costs.estimate(24) == pytest.approx(linear(24), rel=0.05)
