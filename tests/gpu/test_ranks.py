@@ -249,46 +249,56 @@ def with_head(folder: Path, kind: str, **changes: Any) -> dict[str, Any]:
 
 
 THREE_OF_NINE = {"hidden_size": 72, "intermediate_size": 272, "num_attention_heads": 9, "num_key_value_heads": 3}
-HEADS = [
-    ("eagle", {}, {"dtype": "bfloat16"}, "coupled", [2]),
-    ("eagle", {"tie_word_embeddings": True}, {"dtype": "float32", "enforce_eager": True}, "rejection", [2]),
-    ("eagle3", THREE_OF_NINE, {"dtype": "float32", **SWAPPING}, "coupled", [2, 3]),
-    ("eagle3", {}, {"dtype": "bfloat16"}, "rejection", [2]),
-    ("mtp", {}, {"dtype": "bfloat16"}, "coupled", [2]),
+TREE = {"width": 3, "depth": 3, "nodes": 9}
+HEADS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], list[tuple[int, int]]]] = [
+    ("eagle", {}, {"dtype": "bfloat16"}, {}, [(2, 1), (1, 2)]),
+    ("eagle", {"tie_word_embeddings": True}, {"dtype": "float32", "enforce_eager": True}, {"verifier": "rejection"},
+     [(2, 1), (1, 2)]),
+    ("eagle3", THREE_OF_NINE, {"dtype": "float32", **SWAPPING}, {}, [(2, 1), (3, 1), (1, 2)]),
+    ("eagle3", {}, {"dtype": "bfloat16"}, {"verifier": "rejection"}, [(2, 1), (2, 2)]),
+    ("eagle3", {}, {"dtype": "bfloat16"}, {"tree": TREE}, [(2, 1), (1, 2)]),
+    ("eagle", {}, {"dtype": "float32"}, {"tree": TREE, "verifier": "rejection"}, [(2, 2)]),
+    ("mtp", {}, {"dtype": "bfloat16"}, {}, [(2, 1), (1, 2)]),
 ]
 
 
-@pytest.mark.parametrize(("kind", "changes", "options", "verifier", "sizes"), HEADS if GPU else HEADS[2:4])
+@pytest.mark.parametrize(("kind", "changes", "options", "ask", "sizes"), HEADS if GPU else HEADS[2:4])
 def test_heads_on_ranks_draft_what_one_rank_drafts(
-    tmp_path: Path, kind: str, changes: dict[str, Any], options: dict[str, Any], verifier: str, sizes: list[int]
+    tmp_path: Path, kind: str, changes: dict[str, Any], options: dict[str, Any], ask: dict[str, Any],
+    sizes: list[tuple[int, int]]
 ) -> None:
     """Bit for bit, in deterministic mode: answers, and how many drafts were right of how many. Coupled, the answers are
     those without drafts. Who swaps comes back when a copy is over, so the number of drafts is another each time."""
     asked = with_head(tmp_path, kind, **changes)
-    asked["speculative_config"]["verifier"] = verifier
+    asked["speculative_config"] |= ask
+    if "tree" in ask:
+        del asked["speculative_config"]["num_speculative_tokens"]
     options = {"deterministic": True, "max_steps_in_flight": 1, **options}
     found = []
-    for size in (1, *sizes):
-        with engine(tmp_path, tensor_parallel_size=size, **options, **asked) as llm:
+    for tensor, stages in ((1, 1), *sizes):
+        with engine(tmp_path, tensor_parallel_size=tensor, pipeline_parallel_size=stages, **options, **asked) as llm:
             said, metrics = answers(llm), llm.metrics()
         drafts, kept = metrics["spec_draft_tokens"], metrics["spec_accepted_tokens"]
         assert drafts > kept > 0 and (metrics["preemptions_by_swap"] > 0) == ("swap_space" in options)
         found.append((said, None if "swap_space" in options else (drafts, kept)))
     assert all(each == found[0] for each in found)
-    if verifier == "coupled":
+    if ask.get("verifier") != "rejection":
         with engine(tmp_path, **options) as llm:
             assert answers(llm) == found[0][0]
 
 
 @on_gpu
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
-def test_heads_on_ranks_change_no_token_of_the_fast_mode_unless_two_were_as_likely(tmp_path: Path, kind: str) -> None:
+def test_heads_on_ranks_change_no_token_of_the_fast_mode_unless_two_were_as_likely(
+    tmp_path: Path, kind: str, sizes: tuple[int, int]
+) -> None:
     """Ranks that drew different drafts would judge a text that none of them has. With drafts made ahead, by replayed
     graphs, and steps in flight."""
     asked = with_head(tmp_path, kind)
     greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2)
     found = []
-    for more in ({}, {"tensor_parallel_size": 2, **asked}):
+    for more in ({}, {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1], **asked}):
         with engine(tmp_path, dtype="float32", **more) as llm:
             found.append([one.outputs[0] for one in llm.generate(PROMPTS, greedy, use_tqdm=False)])
             metrics = llm.metrics()
@@ -317,7 +327,6 @@ def test_a_killed_rank_ends_the_engine_with_its_name(tmp_path: Path) -> None:
     ({"distributed_executor_backend": "threads"}, "distributed_executor_backend"),
     ({"speculative_config": {"method": "skip_layers", "num_speculative_tokens": 2}, "pipeline_parallel_size": 2},
      "speculative_config"),
-    ({"speculative_config": {"method": "mtp"}, "pipeline_parallel_size": 2}, "speculative_config"),
     ({"tensor_parallel_size": 7}, "tensor_parallel_size"),
 ])
 def test_what_ranks_on_gpus_cannot_do_is_refused(tmp_path: Path, options: dict[str, Any], field: str) -> None:
