@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 
 _FOLLOW_MACHINE = 0.2
 _FOLLOW_SHAPE = 0.08
@@ -86,6 +86,14 @@ class StepCosts:
         self._factor *= ratio**_FOLLOW_MACHINE
         self._shape[low] *= ratio ** (_FOLLOW_SHAPE * (1.0 - share))
         self._shape[high] *= ratio ** (_FOLLOW_SHAPE * share)
+
+    def least_chance(self, size: int, most: int, gain: float) -> float:
+        """Of `size` sequences with up to `most` drafts in all: the least mean chance at which any number of drafts
+        would give `gain` times the tokens per second. Between two entries the ends are the extremes."""
+        plain = self.estimate(size)
+        ends = [each for each in self._sizes[bisect_right(self._sizes, size) :] if each < size + most]
+        return min(size * (gain * self.estimate(each) / plain - 1.0) / (each - size)
+                   for each in (size + 1, *ends, size + most))
 
     def follow(self, ratio: float) -> None:
         """Move the common factor: a step that was not of these sizes alone took `ratio` times its estimate."""

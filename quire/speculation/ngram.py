@@ -40,6 +40,12 @@ class NgramProposer(Proposer):
             return Proposal(())
         return Proposal(self._seen.continuation(place, most, repeat=True), length)
 
+    def guess(self) -> tuple[int, int] | None:
+        if self._noted:
+            return None
+        length, place = self._seen.own_match()
+        return None if length < self._least else (self._seen.text[place], length)
+
     def cursor(self) -> tuple[int, int] | None:
         return None if self._noted else self._seen.own_state
 

@@ -39,6 +39,11 @@ class Proposer(ABC):
     def propose(self, most: int) -> Proposal:
         """Up to `most` drafts after all tokens shown so far."""
 
+    def guess(self) -> tuple[int, int] | None:
+        """The first draft and its evidence."""
+        found = self.propose(1)
+        return (found.tokens[0], found.evidence) if found.tokens else None
+
     def cursor(self) -> object | None:
         """Where a tree begins: after all tokens shown so far. None: it offers no trees, or none now."""
         return None

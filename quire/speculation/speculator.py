@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 _LEAST_GAIN = 1.03
 """Least expected gain in tokens per second, as a factor, before any drafts are taken: estimates are not exact."""
+_LEAST_GAIN_OF_SEVERAL = 1.08
+"""The same for several sequences. Steps of a size that is rare cost more, and sequences no longer end together."""
+_SAME_FOR = 16
+"""Steps of one batch size for which the least useful chance is kept."""
 _LEAST_CHANCE = 0.02
 """Least probability of a tree's node: less likely candidates are not considered."""
 _WAIT_CHANCE = 0.5
@@ -222,6 +226,10 @@ def offered_by_depth(result: EntryResult) -> list[int]:
     return found
 
 
+def _least_gain(num_decoding: int) -> float:
+    return _LEAST_GAIN if num_decoding == 1 else _LEAST_GAIN_OF_SEVERAL
+
+
 @dataclass(slots=True)
 class _Followed:
     """Proposer and acceptance of one sequence."""
@@ -247,6 +255,8 @@ class LookupSpeculator(Speculator):
         self._followed: dict[Sequence, _Followed] = {}
         self._reading: dict[Sequence, Proposer] = {}
         """Proposers that may have queued tokens."""
+        self._least_chance = (0, 0, 0.0, 0)
+        """See `_useless`: sequences, room for drafts, the least useful chance, steps for which it still holds."""
 
     def _follow(self, seq: Sequence) -> _Followed:
         found = self._followed.get(seq)
@@ -278,6 +288,8 @@ class LookupSpeculator(Speculator):
             self._source.catch_up(left)
 
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
+        if self.adaptive and self._useless(sequences, num_decoding, room):
+            return {}
         proposals: dict[int, Grown] = {}
         chances: list[tuple[float, int]] = []
         for seq in sequences:
@@ -297,6 +309,23 @@ class LookupSpeculator(Speculator):
             found[row] = Drafts(count, *(in_order(tokens, parents) if parents else (tokens,)))
         return found
 
+    def _useless(self, sequences: list[Sequence], num_decoding: int, room: int) -> bool:
+        """Whether not even drafts that were all as likely as the likeliest first one would pay: for most steps that
+        says it all, in a fraction of the time."""
+        if not self.times.known:
+            return False
+        of, most, least, steps = self._least_chance
+        if of != num_decoding or most != room or not steps:
+            drafts = min(room, len(sequences) * self.most_drafts)
+            least, steps = self.times.least_chance(num_decoding, drafts, _least_gain(num_decoding)), _SAME_FOR
+        self._least_chance = num_decoding, room, least, steps - 1
+        return all(self._first_chance(seq) < least for seq in sequences)
+
+    def _first_chance(self, seq: Sequence) -> float:
+        followed = self._follow(seq)
+        guess = followed.proposer.guess()
+        return followed.odds[0].estimate(guess[1]) if guess is not None else 0.0
+
     def _grown(self, seq: Sequence) -> Grown:
         """A tree or a chain for a sequence, likeliest drafts first."""
         followed, shape = self._follow(seq), self._largest(seq)
@@ -310,7 +339,7 @@ class LookupSpeculator(Speculator):
         """How many of these drafts, best first, give the most expected tokens per second."""
         if not self.times.known:
             return len(chances)
-        best_rate = _LEAST_GAIN * num_decoding / self.times.estimate(num_decoding)
+        best_rate = _least_gain(num_decoding) * num_decoding / self.times.estimate(num_decoding)
         best, tokens = 0, float(num_decoding)
         for count, (chance, _) in enumerate(chances, start=1):
             tokens += chance
@@ -323,11 +352,7 @@ class LookupSpeculator(Speculator):
         return {seq.row for seq in able if seq.num_pending and self._worth_waiting(seq)}
 
     def _worth_waiting(self, seq: Sequence) -> bool:
-        if not self.adaptive:
-            return True
-        followed = self._follow(seq)
-        proposal = followed.proposer.propose(1)
-        return bool(proposal.tokens) and followed.odds[0].estimate(proposal.evidence) >= _WAIT_CHANCE
+        return not self.adaptive or self._first_chance(seq) >= _WAIT_CHANCE
 
     def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
         """Compare every token with what a lookup would have proposed there, whether that was used or not."""
@@ -336,9 +361,9 @@ class LookupSpeculator(Speculator):
             return
         for token in result.tokens:
             if self.tree is None:
-                guess = followed.proposer.propose(1)
-                if guess.tokens:
-                    followed.odds[0].add(guess.evidence, guess.tokens[0] == token)
+                guess = followed.proposer.guess()
+                if guess is not None:
+                    followed.odds[0].add(guess[1], guess[0] == token)
             else:
                 cursor = followed.proposer.cursor()
                 guesses = [] if cursor is None else followed.proposer.followers(cursor, self.tree.width)
