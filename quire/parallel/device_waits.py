@@ -110,6 +110,31 @@ class KernelWaits(DeviceWaits):
         self._state[0] = _STOPPED
 
 
+class Waiting:
+    """Who waits for the device on the host: one thread for results, another, perhaps, for drafts."""
+
+    def __init__(self) -> None:
+        self._since: dict[object, float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._since)
+
+    @property
+    def seconds(self) -> float:
+        """For how long the one that began first has waited."""
+        now = time.monotonic()
+        return max((now - since for since in list(self._since.values())), default=0.0)
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        me = object()
+        self._since[me] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._since[me]
+
+
 class StreamWaits(DeviceWaits):
     """By flags that are 1 or 0. Whoever has waited for a 1 puts the flag back to 0, in the stream. Nobody writes the
     next 1 before: the answer that he needs first comes after the 0. So a graph with fixed values can be replayed.
@@ -122,7 +147,7 @@ class StreamWaits(DeviceWaits):
         super().__init__(device, patience)
         self._flags: list[int] = []
         """Addresses that this rank waits at."""
-        self._since: float | None = None
+        self._waiting = Waiting()
         self._ended = 0
         # Made before anybody waits: making a stream, or its first use, may itself wait for all that runs. Of a higher
         # priority than streams of steps: those of one priority share a few queues of the GPU, and the one that is to
@@ -183,11 +208,8 @@ class StreamWaits(DeviceWaits):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        self._since = time.monotonic()
-        try:
+        with self._waiting.one():
             yield
-        finally:
-            self._since = None
         self.check()
 
     def check(self) -> None:
@@ -195,14 +217,13 @@ class StreamWaits(DeviceWaits):
 
     def _look(self) -> None:
         while not self._closed.wait(_LOOK_SECONDS):
-            since = self._since
-            if since is not None and time.monotonic() - since > self.patience:
+            if self._waiting.seconds > self.patience:
                 self._ended = self._ended or _TIMED_OUT
                 self._release()
 
     def _release(self) -> None:
         """Set every flag again and again, until whoever waited has gone on."""
-        while self._since is not None and not self._closed.wait(_RELEASE_SECONDS):
+        while self._waiting and not self._closed.wait(_RELEASE_SECONDS):
             for address in self._flags:
                 self._set(self._side, address, 1)
 

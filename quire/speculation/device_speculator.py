@@ -92,7 +92,7 @@ class DeviceSpeculator(Speculator):
         """Time for catching up that does not depend on the number of tokens."""
         self._seen: dict[Sequence, int] = {}
         self._behind = 0
-        self.drafting = StepCosts(grows_like=self.times)
+        self.drafting = StepCosts(grows_like=self.times, padded=gpu)
         """Seconds of one pass of the model, by number of sequences; grows like the target's steps."""
         self._odds = PositionOdds(most)
         self._cuts = cuts

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from quire.speculation.costs import StepCosts
+from quire.speculation.device_speculator import DeviceSpeculator
 
 
 def linear(tokens: int) -> float:
@@ -31,6 +32,14 @@ def test_where_steps_are_padded_they_count_as_the_larger_size() -> None:
         costs.observe(16, 1.0)
         costs.observe(17, 1.4)
         costs.observe(23, 1.4)
+    assert costs.estimate(24) == pytest.approx(1.4, rel=0.02)
+
+
+def test_passes_of_a_model_that_drafts_are_padded_on_a_gpu_too() -> None:
+    costs = DeviceSpeculator(3, gpu=True).drafting
+    for _ in range(50):
+        for size, seconds in ((16, 1.0), (17, 1.4), (23, 1.4)):
+            costs.observe(size, seconds)
     assert costs.estimate(24) == pytest.approx(1.4, rel=0.02)
 
 

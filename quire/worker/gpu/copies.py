@@ -27,13 +27,13 @@ class CopyStream:
         self._launched: list[tuple[StepPlan, Future[StepResult]]] = []
         self._half_launched = False
         """A step failed while it was being launched: a part of it may be running."""
-        self._drafting = False
-        """Drafts were launched behind a step since the last copies: its result says nothing of these."""
+        self._more_launched = False
+        """Since the last copies something was launched of which no step's result says anything."""
 
     def run(self, copies: Sequence[BlockCopy]) -> bool:
         """Start the copies of the plan that comes next; True if they did not have to wait for any step."""
         free = not self.must_wait(copies)
-        self._half_launched = self._drafting = False
+        self._half_launched = self._more_launched = False
         if self._stream is None:
             self._cache.copy(copies)
             return free
@@ -57,16 +57,17 @@ class CopyStream:
         wait."""
         self._half_launched = True
 
-    def drafting(self) -> None:
-        """Drafts were launched behind the last step: they write where it does not."""
-        self._drafting = True
+    def more_launched(self) -> None:
+        """Drafts were launched behind the last step, which write where it does not; or branches that were kept are
+        moved."""
+        self._more_launched = True
 
     def must_wait(self, copies: Sequence[BlockCopy]) -> bool:
         """Whether a step in flight and the copies conflict on a block."""
         running = [plan for plan, future in self._launched if not future.done()]
-        if self._half_launched or self._drafting or len(running) != 1:
+        if self._half_launched or self._more_launched or len(running) != 1:
             # Rows of an older step may belong to other sequences by now, so what it touches is no longer known.
-            return self._half_launched or self._drafting or bool(running)
+            return self._half_launched or self._more_launched or bool(running)
         return collide(copies, running[0].entries, self._table.host_tables, self._table.block_size)
 
 

@@ -143,6 +143,10 @@ class TreeSteps:
             self._graphs.capture(self._rungs)
             if self._launches.draws:
                 self._settling.capture(self._tree_rungs)
+        if not self._launches.draws:
+            # No graph has its kernels: moving nothing compiles them, before the first branch is learned.
+            self._learned = [(-1, 0, [])]
+            self.settle_learned()
 
     def close(self) -> None:
         for graphs in (self._graphs, self._settling):
@@ -212,14 +216,16 @@ class TreeSteps:
             if any(node != depth for depth, node in enumerate(path)):
                 self._learned.append((row, position, path))
 
-    def settle_learned(self) -> None:
-        """The branches that were kept, where they belong: before the next plan moves blocks."""
+    def settle_learned(self) -> bool:
+        """The branches that were kept, where they belong: before the next plan moves blocks. True if anything was
+        launched."""
         if not self._learned:
-            return
+            return False
         trees = [[row, position, 0, len(path)] for row, position, path in self._learned]
         paths = [[*path, *[-1] * (self._shape.depth - len(path))] for _, _, path in self._learned]
         self._learned = []
         self._move_all(send(trees, torch.int32, self._device), send(paths, torch.int32, self._device))
+        return True
 
     def _view(self, name: str) -> Tensor:
         return self._empty.view(self._stage, name)

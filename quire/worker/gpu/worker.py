@@ -497,8 +497,8 @@ class GpuWorker:
         has."""
         try:
             with torch.inference_mode():
-                if self._runner.trees is not None:
-                    self._runner.trees.settle_learned()
+                if self._runner.trees is not None and self._runner.trees.settle_learned():
+                    self._copies.more_launched()
                 self._move_blocks(plan)
                 pending = self._run(plan)
                 future = self._copier.send(pending)
@@ -519,7 +519,7 @@ class GpuWorker:
         try:
             with torch.inference_mode():
                 if self._runner.draft_on(pending):
-                    self._copies.drafting()
+                    self._copies.more_launched()
         except Exception as error:
             self._copies.failed()
             if not self.shard.is_whole:

@@ -62,6 +62,14 @@ def test_copies_wait_once_for_a_step_that_failed_while_it_was_launched() -> None
     assert stream.run([BlockCopy(0, 1, 9)])
 
 
+def test_copies_wait_for_what_no_step_speaks_of() -> None:
+    cache: Any = SimpleNamespace(copy=lambda copies: None)
+    stream = CopyStream(torch.device("cpu"), cache, SimpleNamespace(host_tables=TABLES, block_size=8))  # type: ignore[arg-type]
+    stream.more_launched()
+    assert not stream.run([BlockCopy(0, 1, 9)])
+    assert stream.run([BlockCopy(0, 1, 9)])
+
+
 def test_the_worker_knows_the_tables_that_its_plans_made() -> None:
     from quire.sampling.params import SamplingParams
     from quire.scheduler.request import Request

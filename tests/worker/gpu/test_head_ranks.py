@@ -25,8 +25,9 @@ from quire.engine.assembly.source import open_source
 from quire.errors import ConfigError, StepError
 from quire.models.heads.head import DraftHead
 from quire.models.registry import read_spec
+from quire.ops.cpu import CpuOps
 from quire.parallel.peers import PeerGroup
-from quire.scheduler.plan import PlanEntry, StepPlan, StepResult
+from quire.scheduler.plan import BlockCopy, PlanEntry, StepPlan, StepResult
 from quire.worker.gpu import runner
 from quire.worker.gpu.launches import StepLaunches
 from quire.worker.gpu.speculation import Speculation, speculation_of
@@ -314,6 +315,33 @@ def test_trees_grow_alike_on_all_ranks(kind: str, verifier: str) -> None:
     trees = [entry for _, result in record.steps for entry in result.entries if entry.parents]
     assert len(trees) > 20 and any(entry.kept for entry in trees)
     replay_random(record, kind, keywords, SIZES)
+
+
+def test_copies_wait_for_branches_that_a_stage_moves_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is under way, and still a block may be written that the next plan copies."""
+    keywords = asked("eagle", tree={"width": 3, "depth": 3, "nodes": 6})
+    core = make_engine(TARGETS["eagle"], device=True, **keywords)
+    options = core.executor._worker._options  # type: ignore[attr-defined]
+    core.close()
+    moves: list[tuple[list[int], list[int]]] = []
+    free: list[bool] = []
+    ranks = DeviceRankWorkers(TARGETS["eagle"], CACHE, options, 1, 2, lambda: speculation_with("eagle", keywords),
+                              faint)
+    worker = ranks.workers[0]
+    trees, run_copies, num_layers = worker._runner.trees, worker._copies.run, len(worker.decoder.layers)
+    assert trees is not None
+    monkeypatch.setattr(CpuOps, "copy_slots", lambda self, cache, source, target: moves.append(
+        (source.tolist(), target.tolist())))
+    monkeypatch.setattr(worker._copies, "run", lambda copies: free.append(run_copies(copies)))
+    try:
+        for step, drawn in enumerate(([7, 1], [8, 9, 1], [7, 1])):
+            trees.keep_open([PlanEntry(0, 4, 4, True, drafts=(7, 8, 9), parents=(-1, -1, 1))])
+            worker.learn(0, 5, drawn)
+            worker.submit(StepPlan(step, copies=[BlockCopy(0, 1, 2)])).result()
+    finally:
+        ranks.close()
+    assert free == [True, False, True]
+    assert moves == [([6, 7], [5, 6])] * num_layers
 
 
 def test_a_stage_that_cannot_draft_loses_the_step_on_all() -> None:
