@@ -51,7 +51,7 @@ class StepCosts:
             self._observe_between(size, entry, seconds)
             return
         size = entry
-        if size not in self._shape:
+        if not self._tries.get(size):
             self._enter(size, seconds)
             return
         believed = self._factor * self._shape[size]
@@ -64,24 +64,20 @@ class StepCosts:
         self._shape[size] *= ratio**_FOLLOW_SHAPE
 
     def _enter(self, size: int, seconds: float) -> None:
-        insort(self._sizes, size)
+        if size not in self._shape:
+            insort(self._sizes, size)
         self._shape[size] = seconds / self._factor
         self._tries[size] = 1
 
     def _observe_between(self, size: int, high: int, seconds: float) -> None:
-        """A step of `size` tokens, between two entries, of which `high` may not be there yet."""
+        """A step of `size` tokens, between two entries; `high` may not be there yet, or be an estimate (no tries)."""
         low = self._sizes[bisect_left(self._sizes, size) - 1]
-        share, below = (size - low) / (high - low), self._factor * self._shape[low]
-        # What the larger size would take; a token of a larger step is not dearer than one of a smaller.
-        above = min(below + max(0.0, seconds - below) / share, below * high / low)
+        share = (size - low) / (high - low)
         if high not in self._shape:
-            self._enter(high, above)
-            return
+            # What it takes as things stand: one step of a size that may be near the lower entry says little more.
+            self._enter(high, self.estimate(high))
+            self._tries[high] = 0
         believed = self.estimate(size)
-        self._tries[high] += 1
-        if self._tries[high] <= _YOUNG and seconds < believed:
-            self._shape[high] = above / self._factor
-            return
         ratio = min(max(seconds / believed, 1 / _OUTLIER), _OUTLIER)
         self._factor *= ratio**_FOLLOW_MACHINE
         self._shape[low] *= ratio ** (_FOLLOW_SHAPE * (1.0 - share))

@@ -202,7 +202,8 @@ def test_questions_are_counted_beyond_32_bits(isolated: IsolatedGrammars, monkey
 def test_many_sequences_of_a_grammar_have_several_cells_and_few_have_one(tiny_folder: Path,
                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    grammars, spec = grammars_of(tiny_folder), StructuredOutputs(regex="[a-z]{2,30}")
+    # Nothing is slow here, however busy the machine: slow requests get cells of their own.
+    grammars, spec = grammars_of(tiny_folder, mask_quick_seconds=1.0), StructuredOutputs(regex="[a-z]{2,30}")
     try:
         seqs = _started(grammars, spec, 64)
         cells = [seq.cell for seq in seqs]

@@ -28,6 +28,7 @@ from quire.models.registry import read_spec
 from quire.ops.cpu import CpuOps
 from quire.parallel.peers import PeerGroup
 from quire.scheduler.plan import BlockCopy, PlanEntry, StepPlan, StepResult
+from quire.speculation.options import SpeculationOptions
 from quire.worker.gpu import runner
 from quire.worker.gpu.launches import StepLaunches
 from quire.worker.gpu.speculation import Speculation, speculation_of
@@ -315,6 +316,35 @@ def test_trees_grow_alike_on_all_ranks(kind: str, verifier: str) -> None:
     trees = [entry for _, result in record.steps for entry in result.entries if entry.parents]
     assert len(trees) > 20 and any(entry.kept for entry in trees)
     replay_random(record, kind, keywords, SIZES)
+
+
+@pytest.mark.parametrize("verifier", ["coupled", "rejection"])
+def test_trees_of_lookups_are_verified_alike_on_all_ranks(verifier: str) -> None:
+    """They come with the plan, and stages before the last move the branches that were kept a step later."""
+    options = SpeculationOptions.parse({"method": "ngram", "adaptive": False, "verifier": verifier,
+                                        "tree": {"width": 3, "depth": 3, "nodes": 6}})
+    core = make_engine(TARGETS["eagle"], device=True, speculation=options, weights=faint)
+    steps: list[tuple[StepPlan, StepResult]] = []
+    worker: Any = core.executor._worker  # type: ignore[attr-defined]
+    submit = worker.submit
+
+    def recording(plan: StepPlan) -> Future[StepResult]:
+        kept, future = copy.deepcopy(plan), submit(plan)
+        steps.append((kept, copy.deepcopy(future.result())))
+        return future
+
+    worker.submit = recording
+    run(core, looping(8))
+    run(core, workload(3, 11))
+    core.close()
+    assert sum(bool(entry.kept) for _, result in steps for entry in result.entries if entry.parents) > 2
+    for size in SIZES:
+        ranks = DeviceRankWorkers(TARGETS["eagle"], CACHE, worker._options, *size, lambda: Speculation(options), faint)
+        try:
+            for plan, expected in steps:
+                assert ranks.execute(copy.deepcopy(plan)).entries == expected.entries, (size, plan)
+        finally:
+            ranks.close()
 
 
 def test_copies_wait_for_branches_that_a_stage_moves_late(monkeypatch: pytest.MonkeyPatch) -> None:
