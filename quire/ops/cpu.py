@@ -26,7 +26,7 @@ from quire.kernels.unread import UnreadWeight
 from quire.ops import cpu_integer
 from quire.ops.cpu_copies import copy_blocks, copy_slots
 from quire.ops.cpu_drafts import DraftKernels
-from quire.ops.cpu_panels import LoadMemory, PanelGroup, PanelLinear, described, packed_floats
+from quire.ops.cpu_panels import PanelGroup, PanelLinear, PanelMemory, described, packed_floats
 from quire.ops.cpu_step import (
     F32,
     I32,
@@ -75,7 +75,7 @@ class CpuOps(DraftKernels, Ops):
         self.library = load(variant, library_dir)
         self._rounding = rounding
         self.narrow_weights = narrow_weights
-        self._memory = LoadMemory(self.library)
+        self._memory = PanelMemory(self.library)
         self._call_through(self.library)
         self.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
 
@@ -128,13 +128,12 @@ class CpuOps(DraftKernels, Ops):
             code = _FORMATS[name]
             if name in _GROUPED and slices is not None and not slices.divisible_by(UNIT):
                 continue
-            panels = torch.empty(self._library.quire_packed_bytes(code, n, k), dtype=torch.uint8)
+            panels = self._memory.room(self._library.quire_packed_bytes(code, n, k))
             if panels.nbytes == 0 and n * k > 0:
                 continue
-            self._library.quire_advise_huge_pages(panels.data_ptr(), panels.nbytes)
             if packed_floats(self._library, parts, (n, k), panels, code):
                 break
-        return described(self._memory.packed(panels), name, code, (n, k), bias, slices)
+        return described(self._memory.keep(panels), name, code, (n, k), bias, slices)
 
     def quantized(
         self, weight: StoredWeight, slices: Slices | None = None, use: WeightUse = WeightUse.LAYER
@@ -158,7 +157,7 @@ class CpuOps(DraftKernels, Ops):
         if (bias is not None and bias.shape != (n,)) or not cpu_integer.fits(k, slices):
             raise EngineError(f"integer weights of [{n}, {k}] do not suit their bias or slices")
         name = " + ".join(dict.fromkeys(f"int{part.bits}" for part in codes))
-        panels = self._memory.packed(cpu_integer.pack(self._library, codes))
+        panels = self._memory.keep(cpu_integer.pack(self._library, codes, self._memory))
         return described(panels, name, _INTEGER, (n, k), bias, slices)
 
     def use_integer_kernel(self, name: str | None = None) -> str | None:

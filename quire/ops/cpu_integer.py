@@ -15,7 +15,7 @@ from quire.errors import EngineError
 from quire.kernels.quantized import BLOCK, UNIT, QuantizedWeight, Rounding, StoredWeight, WeightUse, joined
 from quire.kernels.slices import Slices
 from quire.kernels.unread import PANEL, UnreadWeight, half_holds
-from quire.ops.cpu_panels import float_rows, rows_at_once
+from quire.ops.cpu_panels import PanelMemory, float_rows, rows_at_once
 
 KERNELS = ("plain", "avx2", "avx-vnni", "avx512-vnni", "dotprod", "i8mm", "amx")  # by their index in integer.c
 _HEADER = 8  # int64 numbers before the parts: int_weight of integer.h
@@ -85,7 +85,7 @@ def round_to_codes(
     return UnreadWeight(0, (n, k), bits, zero, group, rounding.zero_points, 2, rounded)
 
 
-def pack(library: ctypes.CDLL, parts: Sequence[Codes]) -> Tensor:
+def pack(library: ctypes.CDLL, parts: Sequence[Codes], memory: PanelMemory) -> Tensor:
     """The parts, one below the other, in the one array that `quire_linear` reads as format `integer`."""
     runs = _runs(parts)
     width = parts[0].shape[1]
@@ -101,9 +101,7 @@ def pack(library: ctypes.CDLL, parts: Sequence[Codes]) -> Tensor:
         row.copy_(torch.tensor(numbers))
         start += n
         at += library.quire_int_bytes(row.data_ptr(), width)
-    packed = torch.empty(at + _LINE, dtype=torch.uint8)
-    packed = packed[-packed.data_ptr() % _LINE :][:at]
-    library.quire_advise_huge_pages(packed.data_ptr(), at)
+    packed = memory.room(at)
     packed[: table.nbytes] = table.view(torch.uint8)
     for row, run in zip(rows, runs, strict=True):
         _pack_run(library, packed, row, width, run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,12 @@ _PANELS = 64
 _NUMBERS_AT_ONCE = 1 << 20
 _GIVE_BACK_BYTES = 32 << 20
 """Packed since memory was last given back: that takes some milliseconds."""
+_LINE = 64
+_HUGE_PAGE = 2 << 20
+_SIDE_BY_SIDE = 4 << 20
+"""A weight of more bytes has memory of its own, of which most is whole huge pages."""
+_CHUNK = 32 << 20
+"""Of address space, for several weights; memory is taken as they are packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +102,40 @@ def packed_floats(
     return True
 
 
-class LoadMemory:
-    """Gives back, now and then, what weights were read and packed through: it lies between them, malloc keeps it."""
+class PanelMemory:
+    """Room for packed weights: small ones lie side by side, so that huge pages lie under them too.
+
+    A step reads every weight once. Small weights in memory of their own are in pages of 4 KiB, and each page is a walk
+    through the page tables, where hardware prefetch ends as well.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._bytes = 0
+        self._free = torch.empty(0, dtype=torch.uint8)
+        self._packed_bytes = 0
 
-    def packed(self, panels: Tensor) -> Tensor:
-        """Some more have been."""
-        self._bytes += panels.nbytes
-        if self._bytes >= _GIVE_BACK_BYTES:
-            self._bytes = 0
+    def room(self, nbytes: int) -> Tensor:
+        """Bytes for a packed weight. They are room for the next one too, until `keep`."""
+        if nbytes > _SIDE_BY_SIDE:
+            return self._advised(torch.empty(nbytes + _LINE, dtype=torch.uint8), _LINE)[:nbytes]
+        if nbytes > self._free.nbytes:
+            pages = mmap.mmap(-1, _CHUNK + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._free = self._advised(torch.frombuffer(pages, dtype=torch.uint8), _HUGE_PAGE)
+        return self._free[:nbytes]
+
+    def _advised(self, memory: Tensor, alignment: int) -> Tensor:
+        memory = memory[-memory.data_ptr() % alignment :]
+        self._library.quire_advise_huge_pages(memory.data_ptr(), memory.nbytes)
+        return memory
+
+    def keep(self, panels: Tensor) -> Tensor:
+        """The weight that was packed into the room. Now and then, what weights were read and packed through is given
+        back: it lies between them, malloc keeps it."""
+        if panels.data_ptr() == self._free.data_ptr():
+            self._free = self._free[-(-panels.nbytes // _LINE) * _LINE :]
+        self._packed_bytes += panels.nbytes
+        if self._packed_bytes >= _GIVE_BACK_BYTES:
+            self._packed_bytes = 0
             self._library.quire_give_back()
         return panels
 
