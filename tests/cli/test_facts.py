@@ -366,8 +366,12 @@ def test_inspect_counts_a_head_on_every_tensor_rank_of_a_gpu(tmp_path: Path, ins
     assert f"for drafts {layer + 48 * guessed[0]:,} parameters" in inside(*words, *ranks, *drafts).out
     one = facts_of(inside(*words, *drafts, "--json"))["on_gpu"]
     assert one["draft_parameters"] == layer + 48 * sum(guessed) and one["ranks"] == []
-    stages = facts_of(inside(*words, "--pipeline-parallel-size", "2", *drafts, "--json"))["on_gpu"]
-    assert {rank["draft_parameters"] for rank in stages["ranks"]} == {0}, "refused there"
+    stages = ("--pipeline-parallel-size", "2")
+    without, on_gpu = (facts_of(inside(*words, *stages, *more, "--json"))["on_gpu"] for more in ((), drafts))
+    assert [rank["draft_parameters"] for rank in on_gpu["ranks"]] == [0, layer + 48 * sum(guessed)]
+    embeddings = 97 * 48  # of the drafts' tokens, which only the first stage has otherwise
+    assert [mine["weight_bytes"]["none"] - theirs["weight_bytes"]["none"]
+            for mine, theirs in zip(on_gpu["ranks"], without["ranks"], strict=True)] == [0, 2 * embeddings]
 
 
 def test_rdma_devices_are_named_with_the_state_of_their_ports(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_copies_wait_once_for_drafts_that_were_launched_behind_a_step() -> None:
     stream = CopyStream(torch.device("cpu"), cache, SimpleNamespace(host_tables=[], block_size=8))  # type: ignore[arg-type]
     copies = [BlockCopy(0, 1, 4)]
     assert stream.run(copies)
-    stream.drafting()
+    stream.more_launched()
     assert not stream.run(copies)
     assert stream.run(copies)
 
