@@ -118,25 +118,67 @@ INLINE vf nibble_to_float(vi x, int i) {
 #if defined(__AVX512F__)
     const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return (vf)_mm512_permutexvar_ps((__m512i)(x >> (4 * i)), numbers); /* looks at four bits only */
-#elif defined(__aarch64__)
-    /* Where they are, they are the last bits of a number 2^(23 - 4i) + q. That takes and, or and a subtraction, which is
-     * exact; a conversion takes as long as four of these. The upper three nibbles come after one shift. */
-    if (i > 4) x = x >> 20, i -= 5;
-    vi bits = (x & set_i(15 << (4 * i))) | set_i((127 + 23 - 4 * i) << 23);
-    return (vf)bits - set_v((float)(1 << (23 - 4 * i)));
 #else
     return to_float((x >> (4 * i)) & set_i(15));
 #endif
 }
 
+#if defined(__aarch64__)
+/* What follows is assembly, since gcc would copy registers and fill others with single lanes. Each such instruction costs
+ * as much as arithmetic; a load does not, so what is overwritten is loaded anew. */
+
+/* acc + w * x[lane] */
+INLINE vf fma_lane(vf acc, vf w, vf x, int lane) {
+    if (lane == 0) __asm__ __volatile__("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(acc) : "w"(w), "w"(x));
+    else if (lane == 1) __asm__ __volatile__("fmla %0.4s, %1.4s, %2.s[1]" : "+w"(acc) : "w"(w), "w"(x));
+    else if (lane == 2) __asm__ __volatile__("fmla %0.4s, %1.4s, %2.s[2]" : "+w"(acc) : "w"(w), "w"(x));
+    else __asm__ __volatile__("fmla %0.4s, %1.4s, %2.s[3]" : "+w"(acc) : "w"(w), "w"(x));
+    return acc;
+}
+
+/* a * b + the vector at p */
+INLINE vf fma_at(vf a, vf b, const void *p) {
+    vf sum;
+    __asm__ __volatile__("ldr %q0, %3\n\tfmla %0.4s, %1.4s, %2.4s"
+                         : "=&w"(sum) : "w"(a), "w"(b), "m"(*(const char(*)[16])p));
+    return sum;
+}
+
+/* Four of 16 bytes as floats: the i-th four, or of each word the i-th byte. A byte becomes the last bits of 2^23 + byte,
+ * from which `less` is subtracted; that is exact, and a conversion takes as long as four such instructions. */
+INLINE vf place_bytes(uint8x16_t bytes, uint8x16_t place, float less) {
+    static const int32_t two_to_23[4] = {0x4b000000, 0x4b000000, 0x4b000000, 0x4b000000};
+    vf x;
+    __asm__ __volatile__("ldr %q0, %1\n\ttbx %0.16b, {%2.16b}, %3.16b\n\tfsub %0.4s, %0.4s, %4.4s"
+                         : "=&w"(x) : "m"(two_to_23), "w"(bytes), "w"(place), "w"(set_v(less)));
+    return x;
+}
+
+INLINE vf neighbours_to_float(uint8x16_t bytes, int i, float less) {
+    const uint8x16_t places[4] = {{0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255, 255},
+                                  {4, 255, 255, 255, 5, 255, 255, 255, 6, 255, 255, 255, 7, 255, 255, 255},
+                                  {8, 255, 255, 255, 9, 255, 255, 255, 10, 255, 255, 255, 11, 255, 255, 255},
+                                  {12, 255, 255, 255, 13, 255, 255, 255, 14, 255, 255, 255, 15, 255, 255, 255}};
+    return place_bytes(bytes, places[i], less);
+}
+
+INLINE vf byte_of_words_to_float(uint8x16_t words, int i, float less) {
+    const uint8x16_t places[4] = {{0, 255, 255, 255, 4, 255, 255, 255, 8, 255, 255, 255, 12, 255, 255, 255},
+                                  {1, 255, 255, 255, 5, 255, 255, 255, 9, 255, 255, 255, 13, 255, 255, 255},
+                                  {2, 255, 255, 255, 6, 255, 255, 255, 10, 255, 255, 255, 14, 255, 255, 255},
+                                  {3, 255, 255, 255, 7, 255, 255, 255, 11, 255, 255, 255, 15, 255, 255, 255}};
+    return place_bytes(words, places[i], less);
+}
+
+/* 16 signed bytes at p with 128 added, and four of them as floats. */
+INLINE uint8x16_t load_shifted_bytes(const void *p) { return veorq_u8(vld1q_u8(p), vdupq_n_u8(0x80)); }
+INLINE vf shifted_bytes_to_float(uint8x16_t bytes, int i) { return neighbours_to_float(bytes, i, 8388736.0f); }
+#endif
+
 /* VL signed bytes at p as floats. */
 INLINE vf bytes_to_float(const void *p) {
 #if defined(__aarch64__)
-    /* As above: byte + 128 are the last bits of 2^23 + byte + 128. */
-    const uint8x16_t place = {0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255, 255};
-    uint8x16_t bytes = veorq_u8(vreinterpretq_u8_u32(vld1q_dup_u32(p)), vdupq_n_u8(0x80));
-    vi bits = (vi)vqtbl1q_u8(bytes, place) | set_i(0x4b000000);
-    return (vf)bits - set_v(8388736.0f);
+    return shifted_bytes_to_float(veorq_u8(vreinterpretq_u8_u32(vld1q_dup_u32(p)), vdupq_n_u8(0x80)), 0);
 #else
     return to_float(load_i8(p));
 #endif
