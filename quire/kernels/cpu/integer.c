@@ -229,6 +229,16 @@ INLINE void unpack_steps(const uint8_t *from, uint8_t *to, int64_t steps, int64_
     }
 }
 
+#if defined(__aarch64__)
+/* Codes of 8 bits less 128, as every tile would make them. */
+static void shift_codes(const uint8_t *from, uint8_t *to, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(from + i + AHEAD);
+        for (int64_t j = i; j < i + 64; j += 16) vst1q_u8(to + j, veorq_u8(vld1q_u8(from + j), vdupq_n_u8(128)));
+    }
+}
+#endif
+
 /* A panel's codes, one a byte. */
 static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) {
     const int_part *p = job->part;
@@ -241,6 +251,9 @@ static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) 
         case 5 * 2 + 1: unpack_steps(from, to, steps, size, UNIT / 4, 5); break;
         case 6 * 2: unpack_steps(from, to, steps, size, UNIT / 8, 6); break;
         case 6 * 2 + 1: unpack_steps(from, to, steps, size, UNIT / 4, 6); break;
+#if defined(__aarch64__)
+        default: shift_codes(from, to, steps * size);
+#endif
     }
 }
 
@@ -346,6 +359,9 @@ static void run_area(const int_job *job, int64_t row, int64_t rows, int64_t pane
     if (job->kernel->steps_first) t.row_stride = 1, t.step_stride = stride_of_steps(job);
     int direct = p->bits == 4 && rows <= most && !job->kernel->bytes_only;
     int mode = p->bits == 8 ? WIDE : direct ? NIBBLES : BYTES;
+#if defined(__aarch64__)
+    if (mode == WIDE && job->kernel->wide_bias && rows > LEAST_TILES * most) mode = BYTES;
+#endif
     uint8_t codes[mode == BYTES ? panels * job->k * COLS : 1] __attribute__((aligned(64)));
     t.codes = from + scales_bytes(p, job->k), t.codes_stride = bytes;
     t.scales = from, t.scales_stride = bytes, t.scale_bytes = p->scale_bytes, t.scale_row = scale_row(p);
