@@ -125,8 +125,8 @@ INLINE void tile(int rows, int panels, int how, const float *x, int64_t ldx, wei
                 }
             }
             UNROLL for (int r = 0; r < rows; r++) {
-                vf a = set_v(x[r * ldx + k]);
-                UNROLL for (int j = 0; j < wide; j++) acc[r * wide + j] = fma_v(a, b[j], acc[r * wide + j]);
+                vf a = load_factor(&x[r * ldx + k]);
+                UNROLL for (int j = 0; j < wide; j++) acc[r * wide + j] = fma_factor(a, b[j], acc[r * wide + j]);
             }
         }
     }

@@ -139,7 +139,7 @@ INLINE vf fma_lane(vf acc, vf w, vf x, int lane) {
 /* a * b + the vector at p */
 INLINE vf fma_at(vf a, vf b, const void *p) {
     vf sum;
-    __asm__ __volatile__("ldr %q0, %3\n\tfmla %0.4s, %1.4s, %2.4s"
+    __asm__("ldr %q0, %3\n\tfmla %0.4s, %1.4s, %2.4s"
                          : "=&w"(sum) : "w"(a), "w"(b), "m"(*(const char(*)[16])p));
     return sum;
 }
@@ -217,6 +217,21 @@ INLINE vf fma_v(vf a, vf b, vf c) {
     return a * b + c;
 #endif
 }
+
+/* A factor of whole vectors, and x * v + sum. NEON multiplies by a lane: to fill the others takes as long as to multiply.
+ * In assembly the factor is loaded when it is its turn; gcc would load all of them first and store sums to make room. */
+#if defined(__aarch64__)
+INLINE vf load_factor(const float *p) {
+    vf x;
+    __asm__ __volatile__("ldr %s0, %1" : "=w"(x) : "m"(*p));
+    return x;
+}
+
+INLINE vf fma_factor(vf x, vf v, vf sum) { return fma_lane(sum, v, x, 0); }
+#else
+#define load_factor(p) set_v(*(p))
+#define fma_factor fma_v
+#endif
 
 /* Lanes of a where mask is all ones, of b where it is zero. */
 INLINE vf select_v(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
