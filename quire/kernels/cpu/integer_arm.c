@@ -1,8 +1,8 @@
 /* Integer products with Arm's dot product instruction: 16 products of a code and an activation in one.
  *
- * A shift or a copy of a register costs as much as such an instruction and a conversion four times that; loads cost
- * nothing beside them. So activations are taken from lanes, four quads of a row being one register; and a sum begins, by a
- * load, with the bits of the float 1.5 * 2^23, so that in the end it is a float less one subtraction, which is exact. */
+ * A shift or a copy of a register costs as much as such an instruction, a conversion four times that; a load costs
+ * nothing beside them. So activations are taken from lanes: four quads of a row are one register. And a sum begins, by a
+ * load, with the bits of the float 1.5 * 2^23: one subtraction, which is exact, makes it a float in the end. */
 #include "integer.h"
 
 #if defined(__aarch64__) && defined(__linux__)
@@ -13,9 +13,9 @@
 #define Q_TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
 #define Q_INLINE static inline __attribute__((always_inline, target("arch=armv8.2-a+dotprod")))
 #define VECTORS (COLS / 4)
-#define MOST_ROWS 3       /* of a tile: a row's sums are four registers of integers and four of floats */
-#define AHEAD 2048        /* bytes */
-#define START 0x4b400000  /* the bits of 1.5 * 2^23; sums stay far below 2^22 */
+#define MOST_ROWS 3      /* of a tile: a row's sums are four registers of integers and four of floats */
+#define AHEAD 2048       /* bytes */
+#define START 0x4b400000 /* the bits of 1.5 * 2^23; sums stay far below 2^22 */
 
 Q_INLINE int32x4_t dot_lane(int32x4_t sum, int8x16_t codes, int8x16_t x, int lane) {
     switch (lane) {
@@ -34,8 +34,8 @@ Q_INLINE int32x4_t begin_sum(void) {
     return sum;
 }
 
-/* Codes that are read once `sum` has its last ones, in the compiler's order: what one unit only can do, such as a shift,
- * is then spread among the products. It costs no instruction. */
+/* Tells the compiler to begin with `codes` when `sum` has its last ones: what only one unit can do, such as a shift, is
+ * then spread among the products. It costs no instruction. */
 #define IN_TURN(codes, sum) __asm__ __volatile__("" : "+w"(codes) : "w"(sum))
 
 Q_INLINE int8x16_t byte_codes(const uint8_t *codes, int mode, const int32x4_t *before) {
@@ -58,7 +58,13 @@ Q_INLINE void two_quads(const uint8_t *codes, int mode, const int32x4_t *before,
     }
 }
 
-Q_INLINE void add_four_quads(const int_tile *t, const int8_t *x, const uint8_t *codes, int rows, int mode, int32x4_t *acc) {
+/* The sums of four columns, of every row, += a quad of codes times quad `lane` of the row. */
+Q_INLINE void add_rows(int rows, int8x16_t quad, const int8x16_t *xs, int lane, int32x4_t *acc) {
+    UNROLL for (int r = 0; r < rows; r++) acc[r * VECTORS] = dot_lane(acc[r * VECTORS], quad, xs[r], lane);
+}
+
+Q_INLINE void add_four_quads(const int_tile *t, const int8_t *x, const uint8_t *codes, int rows, int mode,
+                             int32x4_t *acc) {
     const int pair_bytes = QUAD_BYTES * (mode == NIBBLES ? 1 : 2);
     int8x16_t xs[MOST_ROWS], even, odd;
     UNROLL for (int r = 0; r < rows; r++) xs[r] = vld1q_s8(x + r * t->k);
@@ -67,8 +73,8 @@ Q_INLINE void add_four_quads(const int_tile *t, const int8_t *x, const uint8_t *
     UNROLL for (int i = 0; i < 2 * VECTORS; i++) {
         const int v = i / 2, pair = i % 2, last = i == 0 ? VECTORS - 1 : (i - 1) / 2;
         two_quads(codes + v * 16 + pair * pair_bytes, mode, acc + last, &even, &odd);
-        UNROLL for (int r = 0; r < rows; r++) acc[r * VECTORS + v] = dot_lane(acc[r * VECTORS + v], even, xs[r], 2 * pair);
-        UNROLL for (int r = 0; r < rows; r++) acc[r * VECTORS + v] = dot_lane(acc[r * VECTORS + v], odd, xs[r], 2 * pair + 1);
+        add_rows(rows, even, xs, 2 * pair, acc + v);
+        add_rows(rows, odd, xs, 2 * pair + 1, acc + v);
     }
 }
 
@@ -77,12 +83,13 @@ Q_INLINE float32x4_t four_scales(const uint8_t *p, int64_t bytes) {
     return vld1q_f32((const void *)p);
 }
 
-/* The scales of a group, and offsets behind them, as floats: those of one row in `to`, which are registers, those of more
- * where they lie, if they can be read there. */
+/* The scales of a group, and offsets behind them, as floats: where they lie, if they can be read there, or in `to`. For
+ * one row they are always there, since the compiler then keeps them in registers. */
 Q_INLINE const float *group_scales(const int_tile *t, int64_t group, int rows, int offsets, float *to) {
     const uint8_t *from = t->scales + group * t->scale_row;
     if (rows > 1 && t->scale_bytes == 4) return (const float *)(const void *)from;
-    UNROLL for (int i = 0; i < COLS * (1 + offsets); i += 4) vst1q_f32(to + i, four_scales(from + i * t->scale_bytes, t->scale_bytes));
+    UNROLL for (int i = 0; i < COLS * (1 + offsets); i += 4)
+        vst1q_f32(to + i, four_scales(from + i * t->scale_bytes, t->scale_bytes));
     return to;
 }
 
@@ -156,7 +163,8 @@ Q_INLINE void dots_tile(const code_dots *d, int64_t group, const int rows) {
         if (d->ahead) __builtin_prefetch(next, 0, 2);
         UNROLL for (int r = 0; r < rows; r++) {
             int8x16_t x = query_quad(q + r * d->q_stride);
-            UNROLL for (int v = 0; v < VECTORS; v++) acc[r * VECTORS + v] = dot_lane(acc[r * VECTORS + v], codes[v], x, 0);
+            int32x4_t *to = acc + r * VECTORS;
+            UNROLL for (int v = 0; v < VECTORS; v++) to[v] = dot_lane(to[v], codes[v], x, 0);
         }
     }
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECTORS; v++)
@@ -164,7 +172,8 @@ Q_INLINE void dots_tile(const code_dots *d, int64_t group, const int rows) {
 }
 
 Q_TARGET static void dots(const code_dots *d, int rows) {
-    for (int64_t group = 0; group < d->groups; group++) switch (rows) {
+    for (int64_t group = 0; group < d->groups; group++)
+        switch (rows) {
             case 1: dots_tile(d, group, 1); break;
             case 2: dots_tile(d, group, 2); break;
             case 3: dots_tile(d, group, 3); break;

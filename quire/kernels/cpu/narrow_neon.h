@@ -1,8 +1,8 @@
 /* NEON's way with narrow weights: some rows of x times a panel or two, whose weights become floats in registers.
  *
- * A shift, a conversion or a copy of a register costs as much as a fused multiply-add or more, a load costs nothing beside
- * them. So bytes and halves are put in their place by tbx and zip, what is overwritten is loaded again, and factors are
- * taken from lanes of x. Four steps of k are a vector of x. The order of every sum is that of any other tile. */
+ * A shift, a conversion or a copy of a register costs as much as a fused multiply-add or more; a load costs nothing
+ * beside them. So bytes and halves are put in their place by tbx and zip, what is overwritten is loaded anew, and
+ * factors are taken from lanes of x, four steps of k being a vector of it. Every sum has the order of any other tile. */
 #ifndef QUIRE_NARROW_NEON_H
 #define QUIRE_NARROW_NEON_H
 
@@ -35,7 +35,8 @@ INLINE void four_scaled8(int rows, const vf *x, const uint8_t *w, const scales *
 }
 
 /* Eight steps of a panel of nibbles; scales and offsets begin the group. */
-INLINE void eight_scaled4(int rows, const float *x, int64_t ldx, const uint8_t *w, const uint8_t *group, vf *acc, int width) {
+INLINE void eight_scaled4(int rows, const float *x, int64_t ldx, const uint8_t *w, const uint8_t *group, vf *acc,
+                          int width) {
     nibbles q[NV];
     vf xs[NARROW_MOST], d[NV];
     UNROLL for (int j = 0; j < NV; j++) q[j] = load_nibbles(w + j * 16), d[j] = load_v((const float *)group + j * VL);
@@ -48,8 +49,8 @@ INLINE void eight_scaled4(int rows, const float *x, int64_t ldx, const uint8_t *
 
 #define EACH_PANEL UNROLL for (int p = 0; p < panels; p++)
 
-INLINE void narrow_bfloat16(int rows, int panels, const float *x, int64_t ldx, int64_t steps, const uint8_t *w, int64_t ldw,
-                            vf *acc) {
+INLINE void narrow_bfloat16(int rows, int panels, const float *x, int64_t ldx, int64_t steps, const uint8_t *w,
+                            int64_t ldw, vf *acc) {
     vf xs[NARROW_MOST];
     int64_t k = 0;
     for (; k + 4 <= steps; k += 4, w += 4 * NR * 2) {
@@ -86,8 +87,8 @@ INLINE void narrow_steps(int rows, int panels, int32_t format, const float *x, i
             if (format == SCALED8) narrow_scaled8(rows, panels, x + k0, ldx, w, ldw, acc);
             else
                 for (int64_t i = 0; i < GROUP; i += 8)
-                    EACH_PANEL eight_scaled4(rows, x + k0 + i, ldx, w + p * ldw + NR * (8 + i / 2), w + p * ldw, acc + p * NV,
-                                             panels * NV);
+                    EACH_PANEL eight_scaled4(rows, x + k0 + i, ldx, w + p * ldw + NR * (8 + i / 2), w + p * ldw,
+                                             acc + p * NV, panels * NV);
         }
 }
 

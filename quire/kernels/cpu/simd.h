@@ -58,6 +58,10 @@ INLINE vf set_v(float x) {
 #endif
 }
 
+#if defined(__aarch64__)
+#include "neon.h"
+#endif
+
 INLINE vi set_i(int32_t x) {
     vi v;
     for (int i = 0; i < VL; i++) v[i] = x;
@@ -123,62 +127,10 @@ INLINE vf nibble_to_float(vi x, int i) {
 #endif
 }
 
-#if defined(__aarch64__)
-/* What follows is assembly, since gcc would copy registers and fill others with single lanes. Each such instruction costs
- * as much as arithmetic; a load does not, so what is overwritten is loaded anew. */
-
-/* acc + w * x[lane] */
-INLINE vf fma_lane(vf acc, vf w, vf x, int lane) {
-    if (lane == 0) __asm__ __volatile__("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(acc) : "w"(w), "w"(x));
-    else if (lane == 1) __asm__ __volatile__("fmla %0.4s, %1.4s, %2.s[1]" : "+w"(acc) : "w"(w), "w"(x));
-    else if (lane == 2) __asm__ __volatile__("fmla %0.4s, %1.4s, %2.s[2]" : "+w"(acc) : "w"(w), "w"(x));
-    else __asm__ __volatile__("fmla %0.4s, %1.4s, %2.s[3]" : "+w"(acc) : "w"(w), "w"(x));
-    return acc;
-}
-
-/* a * b + the vector at p */
-INLINE vf fma_at(vf a, vf b, const void *p) {
-    vf sum;
-    __asm__("ldr %q0, %3\n\tfmla %0.4s, %1.4s, %2.4s"
-                         : "=&w"(sum) : "w"(a), "w"(b), "m"(*(const char(*)[16])p));
-    return sum;
-}
-
-/* Four of 16 bytes as floats: the i-th four, or of each word the i-th byte. A byte becomes the last bits of 2^23 + byte,
- * from which `less` is subtracted; that is exact, and a conversion takes as long as four such instructions. */
-INLINE vf place_bytes(uint8x16_t bytes, uint8x16_t place, float less) {
-    static const int32_t two_to_23[4] = {0x4b000000, 0x4b000000, 0x4b000000, 0x4b000000};
-    vf x;
-    __asm__ __volatile__("ldr %q0, %1\n\ttbx %0.16b, {%2.16b}, %3.16b\n\tfsub %0.4s, %0.4s, %4.4s"
-                         : "=&w"(x) : "m"(two_to_23), "w"(bytes), "w"(place), "w"(set_v(less)));
-    return x;
-}
-
-INLINE vf neighbours_to_float(uint8x16_t bytes, int i, float less) {
-    const uint8x16_t places[4] = {{0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255, 255},
-                                  {4, 255, 255, 255, 5, 255, 255, 255, 6, 255, 255, 255, 7, 255, 255, 255},
-                                  {8, 255, 255, 255, 9, 255, 255, 255, 10, 255, 255, 255, 11, 255, 255, 255},
-                                  {12, 255, 255, 255, 13, 255, 255, 255, 14, 255, 255, 255, 15, 255, 255, 255}};
-    return place_bytes(bytes, places[i], less);
-}
-
-INLINE vf byte_of_words_to_float(uint8x16_t words, int i, float less) {
-    const uint8x16_t places[4] = {{0, 255, 255, 255, 4, 255, 255, 255, 8, 255, 255, 255, 12, 255, 255, 255},
-                                  {1, 255, 255, 255, 5, 255, 255, 255, 9, 255, 255, 255, 13, 255, 255, 255},
-                                  {2, 255, 255, 255, 6, 255, 255, 255, 10, 255, 255, 255, 14, 255, 255, 255},
-                                  {3, 255, 255, 255, 7, 255, 255, 255, 11, 255, 255, 255, 15, 255, 255, 255}};
-    return place_bytes(words, places[i], less);
-}
-
-/* 16 signed bytes at p with 128 added, and four of them as floats. */
-INLINE uint8x16_t load_shifted_bytes(const void *p) { return veorq_u8(vld1q_u8(p), vdupq_n_u8(0x80)); }
-INLINE vf shifted_bytes_to_float(uint8x16_t bytes, int i) { return neighbours_to_float(bytes, i, 8388736.0f); }
-#endif
-
 /* VL signed bytes at p as floats. */
 INLINE vf bytes_to_float(const void *p) {
 #if defined(__aarch64__)
-    return shifted_bytes_to_float(veorq_u8(vreinterpretq_u8_u32(vld1q_dup_u32(p)), vdupq_n_u8(0x80)), 0);
+    return shifted_bytes_to_float(veorq_u8(vreinterpretq_u8_u32(vld1q_dup_u32(p)), vdupq_n_u8(128)), 0);
 #else
     return to_float(load_i8(p));
 #endif
@@ -218,17 +170,8 @@ INLINE vf fma_v(vf a, vf b, vf c) {
 #endif
 }
 
-/* A factor of whole vectors, and x * v + sum. NEON multiplies by a lane: to fill the others takes as long as to multiply.
- * In assembly the factor is loaded when it is its turn; gcc would load all of them first and store sums to make room. */
-#if defined(__aarch64__)
-INLINE vf load_factor(const float *p) {
-    vf x;
-    __asm__ __volatile__("ldr %s0, %1" : "=w"(x) : "m"(*p));
-    return x;
-}
-
-INLINE vf fma_factor(vf x, vf v, vf sum) { return fma_lane(sum, v, x, 0); }
-#else
+#if !defined(__aarch64__) /* neon.h has them */
+/* A factor of whole vectors, and x * v + sum. */
 #define load_factor(p) set_v(*(p))
 #define fma_factor fma_v
 #endif

@@ -59,24 +59,15 @@ INLINE vf weight_bfloat16(const uint8_t *panel, int64_t k, int j) {
 #endif
 }
 
+INLINE void widen_bfloat16(const uint8_t *from, int64_t depth, float *to) {
+    for (int64_t k = 0; k < depth; k++) {
+        fetch(from + k * NR * 2, NR * 2);
+        UNROLL for (int j = 0; j < NV; j++) store_v(to + k * NR + j * VL, weight_bfloat16(from, k, j));
+    }
+}
+
 #if defined(__aarch64__)
-/* Eight steps of VL columns: the even steps' nibbles are `low`, a step a byte of each word. */
-typedef struct {
-    uint8x16_t low, high;
-} nibbles;
-
-INLINE nibbles load_nibbles(const uint8_t *words) {
-    uint8x16_t both = vld1q_u8(words);
-    return (nibbles){vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8(both, 4)};
-}
-
-/* Step i of the eight; m lies in memory, since the sum takes its place. */
-INLINE vf weight_nibble(const nibbles *q, int i, vf d, const uint8_t *m) {
-    return fma_at(d, byte_of_words_to_float(i % 2 ? q->high : q->low, i / 2, 8388608.0f), m);
-}
-
-/* Vector i of two steps of a panel of bytes. */
-INLINE vf weight_byte(uint8x16_t bytes, int i, const scales *s) { return s->d[i % NV] * shifted_bytes_to_float(bytes, i); }
+#include "weight_neon.h"
 #else
 INLINE vf weight_scaled8(const uint8_t *group, const scales *s, int64_t i, int j) {
     return s->d[j] * bytes_to_float(group + NR * (4 + i) + j * VL);
@@ -89,28 +80,13 @@ INLINE vi words_scaled4(const uint8_t *group, int64_t word, int j) {
 INLINE vf weight_scaled4(vi words, const scales *s, int i, int j) {
     return fma_v(s->d[j], nibble_to_float(words, i), s->m[j]);
 }
-#endif
-
-INLINE void widen_bfloat16(const uint8_t *from, int64_t depth, float *to) {
-    for (int64_t k = 0; k < depth; k++) {
-        fetch(from + k * NR * 2, NR * 2);
-        UNROLL for (int j = 0; j < NV; j++) store_v(to + k * NR + j * VL, weight_bfloat16(from, k, j));
-    }
-}
 
 INLINE void widen_scaled8(const uint8_t *from, int64_t depth, float *to) {
     for (int64_t k = 0; k < depth; k += GROUP, from += group_bytes(SCALED8)) {
         scales s = load_scales(from, SCALED8);
         fetch(from, group_bytes(SCALED8));
-#if defined(__aarch64__)
-        for (int64_t i = 0; i < GROUP; i += 2, to += 2 * NR) {
-            uint8x16_t bytes = load_shifted_bytes(from + NR * (4 + i));
-            UNROLL for (int v = 0; v < 2 * NV; v++) store_v(to + v * VL, weight_byte(bytes, v, &s));
-        }
-#else
         for (int64_t i = 0; i < GROUP; i++, to += NR)
             UNROLL for (int j = 0; j < NV; j++) store_v(to + j * VL, weight_scaled8(from, &s, i, j));
-#endif
     }
 }
 
@@ -120,16 +96,11 @@ INLINE void widen_scaled4(const uint8_t *from, int64_t depth, float *to) {
         fetch(from, group_bytes(SCALED4));
         for (int64_t word = 0; word < GROUP / 8; word++, to += 8 * NR)
             UNROLL for (int j = 0; j < NV; j++) {
-#if defined(__aarch64__)
-                nibbles q = load_nibbles(from + NR * 4 * (2 + word) + j * 16);
-                UNROLL for (int i = 0; i < 8; i++)
-                    store_v(to + i * NR + j * VL, weight_nibble(&q, i, s.d[j], from + (NR + j * VL) * 4));
-#else
                 vi q = words_scaled4(from, word, j);
                 UNROLL for (int i = 0; i < 8; i++) store_v(to + i * NR + j * VL, weight_scaled4(q, &s, i, j));
-#endif
             }
     }
 }
+#endif
 
 #endif
