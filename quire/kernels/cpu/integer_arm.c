@@ -1,8 +1,9 @@
 /* Integer products with Arm's dot product instruction: 16 products of a code and an activation in one.
  *
- * A shift or a copy of a register costs as much as such an instruction, a conversion four times that; a load costs
- * nothing beside them. So activations are taken from lanes: four quads of a row are one register. And a sum begins, by a
- * load, with the bits of the float 1.5 * 2^23: one subtraction, which is exact, makes it a float in the end. */
+ * A shift or a copy of a register costs as much as such an instruction, a conversion four times that; a load
+ * costs nothing beside them. So activations are taken from lanes: four quads of a row are one register. And a sum
+ * begins, by a load, with the bits of the float 1.5 * 2^23: one subtraction, which is exact, makes it a float in
+ * the end. */
 #include "integer.h"
 
 #if defined(__aarch64__) && defined(__linux__)

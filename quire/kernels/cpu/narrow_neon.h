@@ -1,8 +1,9 @@
 /* NEON's way with narrow weights: some rows of x times a panel or two, whose weights become floats in registers.
  *
- * A shift, a conversion or a copy of a register costs as much as a fused multiply-add or more; a load costs nothing
- * beside them. So bytes and halves are put in their place by tbx and zip, what is overwritten is loaded anew, and
- * factors are taken from lanes of x, four steps of k being a vector of it. Every sum has the order of any other tile. */
+ * A shift, a conversion or a copy of a register costs as much as a fused multiply-add or more; a load costs
+ * nothing beside them. So bytes and halves are put in their place by tbx and zip, what is overwritten is loaded
+ * anew, and factors are taken from lanes of x, four steps of k being a vector of it. Every sum has the order of
+ * any other tile. */
 #ifndef QUIRE_NARROW_NEON_H
 #define QUIRE_NARROW_NEON_H
 

@@ -1,8 +1,9 @@
 /* What NEON does better in assembly. simd.h includes it.
  *
- * To copy a register, or to fill one with a number, costs as much as a fused multiply-add; to load one costs nothing
- * beside them. gcc knows neither: it copies what an instruction overwrites, fills registers with lanes, and loads so many
- * factors ahead that it must store sums to make room. These stay in the order in which they are written, but `fma_at`. */
+ * To copy a register, or to fill one with a number, costs as much as a fused multiply-add; to load one costs
+ * nothing beside them. gcc knows neither: it copies what an instruction overwrites, fills registers with lanes,
+ * and loads so many factors ahead that it must store sums to make room. These stay in the order in which they are
+ * written, but `fma_at`. */
 #ifndef QUIRE_NEON_H
 #define QUIRE_NEON_H
 

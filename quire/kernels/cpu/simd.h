@@ -63,9 +63,13 @@ INLINE vf set_v(float x) {
 #endif
 
 INLINE vi set_i(int32_t x) {
+#if defined(__aarch64__)
+    return (vi)vdupq_n_s32(x); /* gcc would insert lane after lane */
+#else
     vi v;
     for (int i = 0; i < VL; i++) v[i] = x;
     return v;
+#endif
 }
 
 #if defined(__x86_64__)
@@ -237,6 +241,8 @@ INLINE float max_lanes(vf v) {
     float x[VL];
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__aarch64__)
+    return greater(greater(v[0], v[2]), greater(v[1], v[3])); /* gcc would keep v in memory, in loops before this too */
 #endif
     memcpy(x, &v, sizeof x);
     for (int half = VL / 2; half > 0; half /= 2)
