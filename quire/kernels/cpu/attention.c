@@ -25,6 +25,16 @@
 #include <math.h>
 #include <stdlib.h>
 
+/* NEON's vectors of a tile are one line of the cache together, which is fetched once, and their codes one register. */
+#if defined(__aarch64__)
+#define NEW_LINE(j) ((j) == 0)
+#define CODES_TO_FLOAT(p, j, vectors)                                                                               \
+    ((vectors) == WIDE ? shifted_bytes_to_float(load_shifted_bytes((p) - (j) * VL), j) : bytes_to_float(p))
+#else
+#define NEW_LINE(j) 1
+#define CODES_TO_FLOAT(p, j, vectors) bytes_to_float(p)
+#endif
+
 /* scores[r][0 .. WIDE*VL) of `rows` rows against WIDE vectors of keys. */
 INLINE void score_tile(int rows, int ahead, const float *q, int64_t ldq, const float *const *k, int64_t step,
                        const float *const *next, int64_t dim, float *scores) {
@@ -34,11 +44,11 @@ INLINE void score_tile(int rows, int ahead, const float *q, int64_t ldq, const f
         vf keys[WIDE];
         UNROLL for (int j = 0; j < WIDE; j++) {
             keys[j] = load_v(k[j] + d * step);
-            if (ahead) __builtin_prefetch(next[j] + d * step, 0, 2);
+            if (ahead && NEW_LINE(j)) __builtin_prefetch(next[j] + d * step, 0, 2);
         }
         UNROLL for (int r = 0; r < rows; r++) {
-            vf x = set_v(q[r * ldq + d]);
-            UNROLL for (int j = 0; j < WIDE; j++) acc[r * WIDE + j] = fma_v(x, keys[j], acc[r * WIDE + j]);
+            vf x = load_factor(&q[r * ldq + d]);
+            UNROLL for (int j = 0; j < WIDE; j++) acc[r * WIDE + j] = fma_factor(x, keys[j], acc[r * WIDE + j]);
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
@@ -55,14 +65,14 @@ INLINE void value_tile(int rows, int vectors, int ahead, int codes, const float 
         vf values[WIDE];
         UNROLL for (int j = 0; j < vectors; j++) {
             int64_t at = offset + j * VL;
-            values[j] = codes ? bytes_to_float((const char *)v[key] + at) : load_v(v[key] + at);
-            if (ahead && !codes) __builtin_prefetch(next[key] + at, 0, 2);
+            values[j] = codes ? CODES_TO_FLOAT((const char *)v[key] + at, j, vectors) : load_v(v[key] + at);
+            if (ahead && !codes && NEW_LINE(j)) __builtin_prefetch(next[key] + at, 0, 2);
             if (ahead && codes && j == 0) __builtin_prefetch((const char *)next[key] + at, 0, 2);
         }
         UNROLL for (int r = 0; r < rows; r++) {
-            vf x = set_v(p[r * TILE + key]);
+            vf x = load_factor(&p[r * TILE + key]);
             UNROLL for (int j = 0; j < vectors; j++)
-                sum[r * vectors + j] = fma_v(x, values[j], sum[r * vectors + j]);
+                sum[r * vectors + j] = fma_factor(x, values[j], sum[r * vectors + j]);
         }
     }
     UNROLL for (int r = 0; r < rows; r++)

@@ -133,8 +133,41 @@ typedef struct {
     int64_t row_blocks, panel_step, num_panels;
 } int_job;
 
+/* The scale of a unit whose largest magnitude has these bits; returns its inverse. */
+INLINE float unit_scale(int32_t largest, float *scale) {
+    float top;
+    memcpy(&top, &largest, 4);
+    int finite = largest < 0x7F800000, some = finite && !(top < TINY);
+    float inverse = some ? 127.0f / top : 0.0f;
+    *scale = !finite ? NAN : some ? top / 127.0f : 0.0f;
+    return inverse;
+}
+
 /* q = round(x / scale): the same on every machine, since each operation rounds once, ties to even. A unit with a number
  * that is not finite has the scale NaN. Magnitudes are compared as integers, in which compilers find the maximum by vectors. */
+#if defined(__aarch64__)
+/* The lower halves of x / scale + 1.5 * 2^23, whose lowest bytes are the codes: nothing has to be converted. */
+INLINE uint8x16_t eight_codes(const float *x, float inverse) {
+    const float32x4_t shift = vdupq_n_f32(12582912.0f);
+    float32x4_t low = vaddq_f32(vmulq_n_f32(vld1q_f32(x), inverse), shift);
+    float32x4_t high = vaddq_f32(vmulq_n_f32(vld1q_f32(x + 4), inverse), shift);
+    return vreinterpretq_u8_u16(vuzp1q_u16(vreinterpretq_u16_f32(low), vreinterpretq_u16_f32(high)));
+}
+
+/* gcc would take the codes out of their vectors one by one to add them. */
+static void quantize_unit(const float *x, int8_t *q, float *scale, int32_t *sums) {
+    uint32x4_t largest[UNIT / 4];
+    for (int i = 0; i < UNIT / 4; i++) largest[i] = vreinterpretq_u32_f32(vabsq_f32(vld1q_f32(x + i * 4)));
+    for (int count = UNIT / 8; count > 0; count /= 2)
+        for (int i = 0; i < count; i++) largest[i] = vmaxq_u32(largest[i], largest[i + count]);
+    float inverse = unit_scale((int32_t)vmaxvq_u32(largest[0]), scale);
+    for (int i = 0; i < 2; i++, x += UNIT / 2) {
+        int8x16_t codes = vreinterpretq_s8_u8(vuzp1q_u8(eight_codes(x, inverse), eight_codes(x + 8, inverse)));
+        vst1q_s8(q + i * 16, codes);
+        sums[i] = vaddlvq_s8(codes);
+    }
+}
+#else
 static void quantize_unit(const float *x, int8_t *q, float *scale, int32_t *sums) {
     int32_t bits[UNIT], largest = 0;
     memcpy(bits, x, sizeof bits);
@@ -142,11 +175,7 @@ static void quantize_unit(const float *x, int8_t *q, float *scale, int32_t *sums
         int32_t size = bits[i] & 0x7FFFFFFF;
         largest = size > largest ? size : largest;
     }
-    float top;
-    memcpy(&top, &largest, 4);
-    int finite = largest < 0x7F800000, some = finite && !(top < TINY);
-    float inverse = some ? 127.0f / top : 0.0f;
-    *scale = !finite ? NAN : some ? top / 127.0f : 0.0f;
+    float inverse = unit_scale(largest, scale);
     int32_t codes[UNIT];
     for (int i = 0; i < UNIT; i++) /* to an integer, ties to even */
         codes[i] = (int32_t)((x[i] * inverse + 12582912.0f) - 12582912.0f);
@@ -154,6 +183,7 @@ static void quantize_unit(const float *x, int8_t *q, float *scale, int32_t *sums
     sums[0] = sums[1] = 0;
     for (int i = 0; i < UNIT / 2; i++) sums[0] += codes[i], sums[1] += codes[UNIT / 2 + i];
 }
+#endif
 
 static void quantize_row(void *arg, int64_t r) {
     const int_job *job = arg;
@@ -229,6 +259,16 @@ INLINE void unpack_steps(const uint8_t *from, uint8_t *to, int64_t steps, int64_
     }
 }
 
+#if defined(__aarch64__)
+/* Codes of 8 bits less 128, as every tile would make them. */
+static void shift_codes(const uint8_t *from, uint8_t *to, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(from + i + AHEAD);
+        for (int64_t j = i; j < i + 64; j += 16) vst1q_u8(to + j, veorq_u8(vld1q_u8(from + j), vdupq_n_u8(128)));
+    }
+}
+#endif
+
 /* A panel's codes, one a byte. */
 static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) {
     const int_part *p = job->part;
@@ -241,6 +281,9 @@ static void unpack_codes(const int_job *job, const uint8_t *panel, uint8_t *to) 
         case 5 * 2 + 1: unpack_steps(from, to, steps, size, UNIT / 4, 5); break;
         case 6 * 2: unpack_steps(from, to, steps, size, UNIT / 8, 6); break;
         case 6 * 2 + 1: unpack_steps(from, to, steps, size, UNIT / 4, 6); break;
+#if defined(__aarch64__)
+        default: shift_codes(from, to, steps * size);
+#endif
     }
 }
 
@@ -346,6 +389,9 @@ static void run_area(const int_job *job, int64_t row, int64_t rows, int64_t pane
     if (job->kernel->steps_first) t.row_stride = 1, t.step_stride = stride_of_steps(job);
     int direct = p->bits == 4 && rows <= most && !job->kernel->bytes_only;
     int mode = p->bits == 8 ? WIDE : direct ? NIBBLES : BYTES;
+#if defined(__aarch64__)
+    if (mode == WIDE && job->kernel->wide_bias && rows > LEAST_TILES * most) mode = BYTES;
+#endif
     uint8_t codes[mode == BYTES ? panels * job->k * COLS : 1] __attribute__((aligned(64)));
     t.codes = from + scales_bytes(p, job->k), t.codes_stride = bytes;
     t.scales = from, t.scales_stride = bytes, t.scale_bytes = p->scale_bytes, t.scale_row = scale_row(p);

@@ -34,11 +34,13 @@ static void pack_lanes(const float *x, int64_t rows, int64_t k, float *to) {
     acc[2 * (r)] = vfmaq_laneq_f32(acc[2 * (r)], w0, x, lane);                                                      \
     acc[2 * (r) + 1] = vfmaq_laneq_f32(acc[2 * (r) + 1], w1, x, lane);
 
-/* acc [8][2 vectors] += `depth` steps of packed rows times a panel. */
-INLINE void lane_steps(const float *x, const float *w, int64_t depth, float32x4_t *acc) {
+/* acc [rows][2 vectors] += `depth` steps of packed rows times a panel; rows are 8, or 4 where no more are left. */
+INLINE void lane_steps(const float *x, const float *w, int64_t depth, int rows, float32x4_t *acc) {
     for (int64_t k = 0; k < depth; k++, x += LANE_ROWS, w += NR) {
-        float32x4_t x0 = vld1q_f32(x), x1 = vld1q_f32(x + 4), w0 = vld1q_f32(w), w1 = vld1q_f32(w + 4);
+        float32x4_t x0 = vld1q_f32(x), w0 = vld1q_f32(w), w1 = vld1q_f32(w + 4);
         LANE_ROW(0, x0, 0) LANE_ROW(1, x0, 1) LANE_ROW(2, x0, 2) LANE_ROW(3, x0, 3)
+        if (rows == LANE_ROWS / 2) continue;
+        float32x4_t x1 = vld1q_f32(x + 4);
         LANE_ROW(4, x1, 0) LANE_ROW(5, x1, 1) LANE_ROW(6, x1, 2) LANE_ROW(7, x1, 3)
     }
 }

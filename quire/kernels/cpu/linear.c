@@ -10,6 +10,7 @@
 #include "weight.h"
 #if defined(__aarch64__)
 #include "lane_tile.h"
+#include "narrow_neon.h"
 #endif
 
 #include <stdlib.h>
@@ -27,12 +28,16 @@
 /* Rows that a narrow weight is widened for in registers: with drafts a decoding step has some more than one. */
 #if defined(__AVX512F__)
 #define NARROW_ROWS 6
+#elif defined(__aarch64__)
+#define NARROW_ROWS 4
 #else
 #define NARROW_ROWS FEW
 #endif
 /* With one panel at a time for more of them, where registers are enough. */
 #if defined(__AVX512F__)
 #define TALL_ROWS 12
+#elif defined(__aarch64__)
+#define TALL_ROWS NARROW_MOST
 #else
 #define TALL_ROWS NARROW_ROWS
 #endif
@@ -65,6 +70,9 @@ typedef struct {
     int64_t ldx, narrow_rows;               /* floats from row to row of x; rows whose weights are widened in registers */
     float *lanes;                           /* x as lane_tile.h wants it, or NULL: x is read as it is */
 } linear_job;
+
+/* Most rows whose weights may be widened in registers; scales take some. */
+INLINE int64_t tall_rows(const linear_job *job) { return job->format == BFLOAT16 ? TALL_ROWS : TALL_ROWS - 1; }
 
 /* Where a tile finds its weights, and what it fetches meanwhile. */
 typedef struct {
@@ -117,8 +125,8 @@ INLINE void tile(int rows, int panels, int how, const float *x, int64_t ldx, wei
                 }
             }
             UNROLL for (int r = 0; r < rows; r++) {
-                vf a = set_v(x[r * ldx + k]);
-                UNROLL for (int j = 0; j < wide; j++) acc[r * wide + j] = fma_v(a, b[j], acc[r * wide + j]);
+                vf a = load_factor(&x[r * ldx + k]);
+                UNROLL for (int j = 0; j < wide; j++) acc[r * wide + j] = fma_factor(a, b[j], acc[r * wide + j]);
             }
         }
     }
@@ -148,26 +156,7 @@ static void run_tile(int64_t rows, int64_t panels, int how, const float *x, int6
     }
 }
 
-/* Tells the compiler to begin with the next weights of `q` when `sum` has its last ones, not all of them at once: it would
- * run out of registers. It costs no instruction. */
-#if defined(__aarch64__)
-#define IN_TURN(q, sum) __asm__ __volatile__("" : "+w"(q) : "w"(sum))
-#else
-#define IN_TURN(q, sum)
-#endif
-
-/* A vector that the next instruction overwrites: where a copy costs as much as arithmetic, it is loaded again. */
-#if defined(__aarch64__)
-#define RELOAD(vector, address)                                                                                     \
-    do {                                                                                                            \
-        const uint8_t *from = address;                                                                              \
-        __asm__ __volatile__("" : "+r"(from));                                                                      \
-        vector = load_v((const float *)from);                                                                       \
-    } while (0)
-#else
-#define RELOAD(vector, address)
-#endif
-
+#if !defined(__aarch64__) /* which has its own, see narrow_neon.h */
 /* acc += steps [k0, k1) of k for few rows, widening a narrow weight on its way to the registers. `w` is at step k0. */
 INLINE void narrow_steps(int rows, int panels, int32_t format, const float *x, int64_t ldx, int64_t k0, int64_t k1,
                          const uint8_t *w, int64_t ldw, vf *acc) {
@@ -199,14 +188,11 @@ INLINE void narrow_steps(int rows, int panels, int32_t format, const float *x, i
                     vi q[PAIR * NV];
                     EACH(p, j) q[p * NV + j] = words_scaled4(w + p * ldw, word, j);
                     UNROLL for (int i = 0; i < 8; i++)
-                        EACH(p, j) {
-                            IN_TURN(q[p * NV + j], acc[p * NV + j]);
-                            RELOAD(s[p].m[j], w + p * ldw + (NR + j * VL) * 4);
-                            ADD(k0 + word * 8 + i, p, j, weight_scaled4(q[p * NV + j], &s[p], i, j));
-                        }
+                        EACH(p, j) ADD(k0 + word * 8 + i, p, j, weight_scaled4(q[p * NV + j], &s[p], i, j));
                 }
         }
 }
+#endif
 
 /* The sums of few rows over all of k, entry after entry of the stack. */
 INLINE void narrow_tile(int rows, int panels, int32_t format, const linear_job *job, const float *x, const uint8_t *w,
@@ -244,6 +230,9 @@ static void run_narrow_tile(const linear_job *job, int64_t rows, int64_t panels,
 #if defined(__AVX512F__)
         NARROW_TALL(BFLOAT16) NARROW(12, 1, BFLOAT16) NARROW_TALL(SCALED8) NARROW_TALL(SCALED4)
         NARROW_MORE(1, BFLOAT16) NARROW_MORE(1, SCALED8) NARROW_MORE(1, SCALED4) NARROW_MORE(2, BFLOAT16)
+#elif defined(__aarch64__)
+        NARROW_MORE(1, BFLOAT16) NARROW_MORE(1, SCALED8) NARROW_MORE(1, SCALED4) NARROW(4, 2, BFLOAT16)
+        NARROW(7, 1, BFLOAT16) NARROW(7, 1, SCALED8) NARROW(7, 1, SCALED4) NARROW(8, 1, BFLOAT16)
 #endif
     }
 }
@@ -314,6 +303,18 @@ INLINE void piece(const linear_job *job, const area *of, int64_t k0, int64_t dep
 }
 
 #if defined(__aarch64__)
+/* The sums of a tile of 8 rows, or of its first 4, by one panel. */
+INLINE void lane_tile(const float *x, const float *w, int64_t depth, int rows, target to) {
+    float32x4_t acc[2 * LANE_ROWS];
+    UNROLL for (int i = 0; i < 2 * rows; i++) acc[i] = to.first ? vdupq_n_f32(0.0f) : vld1q_f32(to.sums + i * VL);
+    lane_steps(x, w, depth, rows, acc);
+    for (; to.merges > 0; to.merges--) {
+        to.sums -= to.below;
+        UNROLL for (int i = 0; i < 2 * rows; i++) acc[i] = vaddq_f32(vld1q_f32(to.sums + i * VL), acc[i]);
+    }
+    UNROLL for (int i = 0; i < 2 * rows; i++) vst1q_f32(to.sums + i * VL, acc[i]);
+}
+
 /* The same for one panel and rows that are packed in lanes. */
 static void lane_piece(const linear_job *job, const area *of, int64_t k0, int64_t depth, target to) {
     float wide[LANE_DEPTH * NR] __attribute__((aligned(64)));
@@ -323,15 +324,9 @@ static void lane_piece(const linear_job *job, const area *of, int64_t k0, int64_
         w = wide;
     }
     for (int64_t t = 0; t < of->held / LANE_ROWS; t++, to.sums += LANE_ROWS * NR) {
-        float32x4_t acc[2 * LANE_ROWS];
-        float *sums = to.sums;
-        UNROLL for (int i = 0; i < 2 * LANE_ROWS; i++) acc[i] = to.first ? vdupq_n_f32(0.0f) : vld1q_f32(sums + i * VL);
-        lane_steps(job->lanes + ((of->row / LANE_ROWS + t) * job->k + k0) * LANE_ROWS, w, depth, acc);
-        for (int64_t merges = to.merges; merges > 0; merges--) {
-            sums -= to.below;
-            UNROLL for (int i = 0; i < 2 * LANE_ROWS; i++) acc[i] = vaddq_f32(vld1q_f32(sums + i * VL), acc[i]);
-        }
-        UNROLL for (int i = 0; i < 2 * LANE_ROWS; i++) vst1q_f32(sums + i * VL, acc[i]);
+        const float *x = job->lanes + ((of->row / LANE_ROWS + t) * job->k + k0) * LANE_ROWS;
+        if (of->rows - t * LANE_ROWS > LANE_ROWS / 2) lane_tile(x, w, depth, LANE_ROWS, to);
+        else lane_tile(x, w, depth, LANE_ROWS / 2, to);
     }
 }
 
@@ -341,10 +336,10 @@ static void lanes_task(void *arg, int64_t tile) {
     pack_lanes(job->x + row * job->k, rows, job->k, job->lanes + row * job->k);
 }
 
-/* Pack the rows of x, where that pays and there is memory. */
+/* Pack the rows of x, where that pays and there is memory. For fewer rows a tile of 8 would do too much in vain. */
 static void take_lanes(linear_job *job) {
     int64_t tiles = (job->rows + LANE_ROWS - 1) / LANE_ROWS;
-    if (job->rows <= 4) return;
+    if (job->rows <= (job->format == FLOAT32 ? 5 : tall_rows(job))) return;
     job->lanes = malloc((size_t)(tiles * LANE_ROWS * job->k) * sizeof(float));
     if (!job->lanes) return;
     job->row_blocks = (job->rows + LANE_ROW_BLOCK - 1) / LANE_ROW_BLOCK;
@@ -427,7 +422,7 @@ static void linear_task(void *arg, int64_t task) {
  * first cache and push each other out where more than NARROW_ROWS are read together: then they are copied apart. Returns
  * the memory of that copy, or NULL. */
 static float *plan_narrow(linear_job *job) {
-    int64_t tall = job->format == BFLOAT16 ? TALL_ROWS : TALL_ROWS - 1; /* scales take registers */
+    int64_t tall = tall_rows(job);
     job->narrow_rows = job->format == FLOAT32 ? 0 : NARROW_ROWS;
     if (job->format == FLOAT32 || job->rows <= NARROW_ROWS || job->rows > tall) return NULL;
     float *copy = NULL;

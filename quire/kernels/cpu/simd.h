@@ -58,10 +58,18 @@ INLINE vf set_v(float x) {
 #endif
 }
 
+#if defined(__aarch64__)
+#include "neon.h"
+#endif
+
 INLINE vi set_i(int32_t x) {
+#if defined(__aarch64__)
+    return (vi)vdupq_n_s32(x); /* gcc would insert lane after lane */
+#else
     vi v;
     for (int i = 0; i < VL; i++) v[i] = x;
     return v;
+#endif
 }
 
 #if defined(__x86_64__)
@@ -118,12 +126,6 @@ INLINE vf nibble_to_float(vi x, int i) {
 #if defined(__AVX512F__)
     const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return (vf)_mm512_permutexvar_ps((__m512i)(x >> (4 * i)), numbers); /* looks at four bits only */
-#elif defined(__aarch64__)
-    /* Where they are, they are the last bits of a number 2^(23 - 4i) + q. That takes and, or and a subtraction, which is
-     * exact; a conversion takes as long as four of these. The upper three nibbles come after one shift. */
-    if (i > 4) x = x >> 20, i -= 5;
-    vi bits = (x & set_i(15 << (4 * i))) | set_i((127 + 23 - 4 * i) << 23);
-    return (vf)bits - set_v((float)(1 << (23 - 4 * i)));
 #else
     return to_float((x >> (4 * i)) & set_i(15));
 #endif
@@ -132,11 +134,7 @@ INLINE vf nibble_to_float(vi x, int i) {
 /* VL signed bytes at p as floats. */
 INLINE vf bytes_to_float(const void *p) {
 #if defined(__aarch64__)
-    /* As above: byte + 128 are the last bits of 2^23 + byte + 128. */
-    const uint8x16_t place = {0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255, 255};
-    uint8x16_t bytes = veorq_u8(vreinterpretq_u8_u32(vld1q_dup_u32(p)), vdupq_n_u8(0x80));
-    vi bits = (vi)vqtbl1q_u8(bytes, place) | set_i(0x4b000000);
-    return (vf)bits - set_v(8388736.0f);
+    return shifted_bytes_to_float(veorq_u8(vreinterpretq_u8_u32(vld1q_dup_u32(p)), vdupq_n_u8(128)), 0);
 #else
     return to_float(load_i8(p));
 #endif
@@ -175,6 +173,12 @@ INLINE vf fma_v(vf a, vf b, vf c) {
     return a * b + c;
 #endif
 }
+
+#if !defined(__aarch64__) /* neon.h has them */
+/* A factor of whole vectors, and x * v + sum. */
+#define load_factor(p) set_v(*(p))
+#define fma_factor fma_v
+#endif
 
 /* Lanes of a where mask is all ones, of b where it is zero. */
 INLINE vf select_v(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
@@ -237,6 +241,8 @@ INLINE float max_lanes(vf v) {
     float x[VL];
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__aarch64__)
+    return greater(greater(v[0], v[2]), greater(v[1], v[3])); /* gcc would keep v in memory, in loops before this too */
 #endif
     memcpy(x, &v, sizeof x);
     for (int half = VL / 2; half > 0; half /= 2)

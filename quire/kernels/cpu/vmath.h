@@ -17,14 +17,28 @@ INLINE vf polynomial(vf x, const float *c, int count) {
 
 #define EXP_LOW -87.33654f /* below this e^x is no normal float, and taken as 0 */
 
+#if defined(__aarch64__)
+/* The sum takes its addend's place, so a constant is loaded for each: a copy of a register costs as much as the sum. */
+#define FMA_CONSTANT(a, b, c)                                                                                       \
+    ({                                                                                                              \
+        static const float four_[VL] = {c, c, c, c};                                                                \
+        fma_at(a, b, four_);                                                                                        \
+    })
+#define POLY_6(x, a, b, c, d, e, f)                                                                                 \
+    FMA_CONSTANT(FMA_CONSTANT(FMA_CONSTANT(FMA_CONSTANT(FMA_CONSTANT(set_v(a), x, b), x, c), x, d), x, e), x, f)
+#else
+#define FMA_CONSTANT(a, b, c) fma_v(a, b, set_v(c))
+#define POLY_6 POLY
+#endif
+
 /* e^x for EXP_LOW <= x < 88.3: 2^n e^r, |r| <= ln 2 / 2. */
+#define SHIFT 12582912.0f /* 1.5 * 2^23: adding it rounds to an integer held in the low bits */
 INLINE vf exp_inner(vf y) {
-    const vf shift = set_v(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer held in the low bits */
-    vf biased = fma_v(y, set_v(1.44269504f), shift);
-    vf n = biased - shift;
+    vf biased = FMA_CONSTANT(y, set_v(1.44269504f), SHIFT);
+    vf n = biased - set_v(SHIFT);
     vf r = fma_v(n, set_v(-0.693359375f), y);
     r = fma_v(n, set_v(2.12194440e-4f), r);
-    vf q = POLY(r, 1.9917832e-4f, 1.3946086e-3f, 8.333266e-3f, 4.166627e-2f, 1.6666667e-1f, 0.5f);
+    vf q = POLY_6(r, 1.9917832e-4f, 1.3946086e-3f, 8.333266e-3f, 4.166627e-2f, 1.6666667e-1f, 0.5f);
     vf e = fma_v(r * r, q, r) + set_v(1.0f);
     vi power = ((vi)biased + set_i(127)) << 23;
     return e * (vf)power;

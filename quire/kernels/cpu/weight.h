@@ -51,9 +51,24 @@ INLINE scales load_scales(const uint8_t *group, int32_t format) {
 }
 
 INLINE vf weight_bfloat16(const uint8_t *panel, int64_t k, int j) {
+#if defined(__aarch64__)
+    uint16x8_t halves = vld1q_u16((const void *)(panel + k * NR * 2)), none = vdupq_n_u16(0);
+    return (vf)(j == 0 ? vzip1q_u16(none, halves) : vzip2q_u16(none, halves)); /* only one unit shifts, two zip */
+#else
     return (vf)(load_u16(panel + (k * NR + j * VL) * 2) << 16);
+#endif
 }
 
+INLINE void widen_bfloat16(const uint8_t *from, int64_t depth, float *to) {
+    for (int64_t k = 0; k < depth; k++) {
+        fetch(from + k * NR * 2, NR * 2);
+        UNROLL for (int j = 0; j < NV; j++) store_v(to + k * NR + j * VL, weight_bfloat16(from, k, j));
+    }
+}
+
+#if defined(__aarch64__)
+#include "weight_neon.h"
+#else
 INLINE vf weight_scaled8(const uint8_t *group, const scales *s, int64_t i, int j) {
     return s->d[j] * bytes_to_float(group + NR * (4 + i) + j * VL);
 }
@@ -64,13 +79,6 @@ INLINE vi words_scaled4(const uint8_t *group, int64_t word, int j) {
 
 INLINE vf weight_scaled4(vi words, const scales *s, int i, int j) {
     return fma_v(s->d[j], nibble_to_float(words, i), s->m[j]);
-}
-
-INLINE void widen_bfloat16(const uint8_t *from, int64_t depth, float *to) {
-    for (int64_t k = 0; k < depth; k++) {
-        fetch(from + k * NR * 2, NR * 2);
-        UNROLL for (int j = 0; j < NV; j++) store_v(to + k * NR + j * VL, weight_bfloat16(from, k, j));
-    }
 }
 
 INLINE void widen_scaled8(const uint8_t *from, int64_t depth, float *to) {
@@ -93,5 +101,6 @@ INLINE void widen_scaled4(const uint8_t *from, int64_t depth, float *to) {
             }
     }
 }
+#endif
 
 #endif
