@@ -72,6 +72,7 @@ static const int_kernel plain = {"plain", plain_tile, MAX_TILE_ROWS, MAX_TILE_PA
 /* ---- which kernel runs */
 
 static const int_kernel *chosen;
+static int asked_for; /* by name: then it runs for few rows too */
 
 static const int_kernel *kernel_at(int32_t index) {
     switch (index) {
@@ -95,13 +96,14 @@ static const int_kernel *best_kernel(void) {
 
 static const int_kernel *kernel_for(int64_t rows) {
     const int_kernel *best = best_kernel();
-    return rows < best->least ? best->few : best;
+    return rows < best->least && !asked_for ? best->few : best;
 }
 
 /* The name of the kernel that runs from now on: the one of this index, the best for -1. NULL: there is no such one here. */
 EXPORT const char *quire_int_kernel(int32_t index) {
     if (index >= 0 && !kernel_at(index)) return NULL;
-    chosen = index < 0 ? NULL : kernel_at(index);
+    asked_for = index >= 0;
+    chosen = asked_for ? kernel_at(index) : NULL;
     return best_kernel()->name;
 }
 
@@ -144,7 +146,7 @@ INLINE float unit_scale(int32_t largest, float *scale) {
 }
 
 /* q = round(x / scale): the same on every machine, since each operation rounds once, ties to even. A unit with a number
- * that is not finite has the scale NaN. Magnitudes are compared as integers, in which compilers find the maximum by vectors. */
+ * that is not finite has the scale NaN. Magnitudes are compared as integers. */
 #if defined(__aarch64__)
 /* The lower halves of x / scale + 1.5 * 2^23, whose lowest bytes are the codes: nothing has to be converted. */
 INLINE uint8x16_t eight_codes(const float *x, float inverse) {
@@ -154,7 +156,6 @@ INLINE uint8x16_t eight_codes(const float *x, float inverse) {
     return vreinterpretq_u8_u16(vuzp1q_u16(vreinterpretq_u16_f32(low), vreinterpretq_u16_f32(high)));
 }
 
-/* gcc would take the codes out of their vectors one by one to add them. */
 static void quantize_unit(const float *x, int8_t *q, float *scale, int32_t *sums) {
     uint32x4_t largest[UNIT / 4];
     for (int i = 0; i < UNIT / 4; i++) largest[i] = vreinterpretq_u32_f32(vabsq_f32(vld1q_f32(x + i * 4)));
@@ -168,20 +169,24 @@ static void quantize_unit(const float *x, int8_t *q, float *scale, int32_t *sums
     }
 }
 #else
+typedef int8_t bytes_v __attribute__((vector_size(VL)));
+
+/* Numbers plus 1.5 * 2^23 are integers in their last bits: nothing has to be converted. */
 static void quantize_unit(const float *x, int8_t *q, float *scale, int32_t *sums) {
-    int32_t bits[UNIT], largest = 0;
-    memcpy(bits, x, sizeof bits);
-    for (int i = 0; i < UNIT; i++) {
-        int32_t size = bits[i] & 0x7FFFFFFF;
-        largest = size > largest ? size : largest;
+    vi half[2][SUB];
+    UNROLL for (int i = 0; i < SUB; i++) {
+        vi a = load_i(x + i * VL) & set_i(0x7FFFFFFF), b = load_i(x + LANES + i * VL) & set_i(0x7FFFFFFF), above = a > b;
+        half[0][i] = (above & a) | (~above & b);
     }
-    float inverse = unit_scale(largest, scale);
-    int32_t codes[UNIT];
-    for (int i = 0; i < UNIT; i++) /* to an integer, ties to even */
-        codes[i] = (int32_t)((x[i] * inverse + 12582912.0f) - 12582912.0f);
-    for (int i = 0; i < UNIT; i++) q[i] = (int8_t)codes[i];
-    sums[0] = sums[1] = 0;
-    for (int i = 0; i < UNIT / 2; i++) sums[0] += codes[i], sums[1] += codes[UNIT / 2 + i];
+    const vf inverse = set_v(unit_scale(largest_i(half[0]), scale)), shift = set_v(12582912.0f);
+    UNROLL for (int h = 0; h < 2; h++, x += LANES, q += LANES) {
+        UNROLL for (int i = 0; i < SUB; i++) {
+            half[h][i] = (vi)(load_v(x + i * VL) * inverse + shift) - set_i(0x4B400000);
+            bytes_v codes = __builtin_convertvector(half[h][i], bytes_v);
+            memcpy(q + i * VL, &codes, sizeof codes);
+        }
+        sums[h] = sum_i(half[h]);
+    }
 }
 #endif
 

@@ -235,6 +235,34 @@ INLINE float sum_lanes(const vf *v) {
     return (a[0] + a[2]) + (a[1] + a[3]);
 }
 
+typedef int32_t i4 __attribute__((vector_size(16)));
+
+INLINE i4 max_i4(i4 a, i4 b) {
+#if defined(__SSE4_1__)
+    return (i4)_mm_max_epi32((__m128i)a, (__m128i)b);
+#else
+    i4 above = a > b;
+    return (above & a) | (~above & b);
+#endif
+}
+
+/* The largest of LANES integers, halves by halves: of a chain or a loop over them gcc 12 makes one instruction a lane. */
+INLINE int32_t largest_i(const vi *v) {
+    i4 parts[LANES / 4];
+    memcpy(parts, v, sizeof parts);
+    i4 most = max_i4(max_i4(parts[0], parts[1]), max_i4(parts[2], parts[3]));
+    most = max_i4(most, __builtin_shufflevector(most, most, 2, 3, 0, 1));
+    return most[0] > most[1] ? most[0] : most[1];
+}
+
+INLINE int32_t sum_i(const vi *v) {
+    i4 parts[LANES / 4];
+    memcpy(parts, v, sizeof parts);
+    i4 sum = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1);
+    return sum[0] + sum[1];
+}
+
 INLINE float greater(float a, float b) { return a > b ? a : b; }
 
 INLINE float max_lanes(vf v) {
