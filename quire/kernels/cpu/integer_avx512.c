@@ -9,6 +9,8 @@
 #define TILE_ROWS 6
 #define TILE_PANELS 2
 #define QUADS_AT_ONCE 4 /* a step has 4 or 8 */
+#define NIBBLES_AHEAD 8192 /* bytes of prefetch: past the end of a narrow weight's panels, where the next ones begin */
+#define BYTES_AHEAD 2048
 
 /* Not the intrinsic: gcc 12 copies accumulators from register to register around it. */
 Q_INLINE __m512i dot(__m512i acc, __m512i codes, __m512i x) {
@@ -44,7 +46,8 @@ Q_INLINE void multiply_step(const int_tile *t, const uint8_t *codes, const int8_
             __m512i quad[TILE_PANELS];
             UNROLL for (int p = 0; p < panels; p++) {
                 quad[p] = quad_at(codes + p * t->codes_stride, i, nibbles);
-                if (nibbles && i % 2 == 0) __builtin_prefetch(codes + p * t->codes_stride + i / 2 * QUAD_BYTES + 2048);
+                if (!nibbles) __builtin_prefetch(codes + p * t->codes_stride + i * QUAD_BYTES + BYTES_AHEAD);
+                else if (i % 2 == 0) __builtin_prefetch(codes + p * t->codes_stride + i / 2 * QUAD_BYTES + NIBBLES_AHEAD);
             }
             UNROLL for (int r = 0; r < rows; r++) {
                 __m512i own = four((r < 3 ? x + r * k : lower + (r - 3) * k) + 4 * i);
