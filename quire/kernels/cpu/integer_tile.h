@@ -45,6 +45,7 @@ Q_INLINE void q_tile(const int_tile *t, const int rows, const int panels, const 
                         __builtin_prefetch(at + 2048);
                     } else {
                         even[p * VPP + v] = q_prepare(q_load(at), wide);
+                        if (wide) __builtin_prefetch(at + 2048), __builtin_prefetch(at + QUAD_BYTES + 2048);
                         odd[p * VPP + v] = q_prepare(q_load(at + QUAD_BYTES), wide);
                     }
                 }
