@@ -106,7 +106,7 @@ class PanelMemory:
     """Room for packed weights: small ones lie side by side, so that huge pages lie under them too.
 
     A step reads every weight once. Small weights in memory of their own are in pages of 4 KiB, and each page is a walk
-    through the page tables, where hardware prefetch ends as well.
+    through the page tables, where hardware prefetch ends as well. For one thread at a time.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -283,14 +284,15 @@ def test_every_number_of_ranks_rounds_the_same_groups(randn):
     assert torch.equal(found.columns(0, half.width).dequantized(), mine.dequantized())
 
 
-def test_an_activation_that_is_not_finite_is_not_hidden(ops, randn):
-    packed = ops.pack_quantized([random_weight("Q4_0")])
-    for bad in (float("nan"), float("inf")):
+def test_an_activation_that_is_not_finite_is_not_hidden(variant_ops, randn):
+    packed = variant_ops.pack_quantized([random_weight("Q4_0")])
+    nan = torch.tensor(float("nan"))
+    for bad, place in itertools.product((nan, -nan, torch.tensor(float("inf")), torch.tensor(float("-inf"))), (33, 63)):
         x = randn(2, WIDTH)
-        x[1, 40] = bad
-        found = ops.linear(x, packed)
+        x[1, place] = bad
+        found = variant_ops.linear(x, packed)
         assert found[0].isfinite().all() and not found[1].isfinite().any()
-    assert torch.equal(ops.linear(torch.full((1, WIDTH), 1e-38), packed), torch.zeros(1, 41))
+    assert torch.equal(variant_ops.linear(torch.full((1, WIDTH), 1e-38), packed), torch.zeros(1, 41))
 
 
 def test_what_does_not_fit_is_refused(ops):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.cpu.library import load
+from quire.kernels.quantized import Rounding
 from quire.ops.cpu import CpuOps
 from quire.ops.cpu_panels import PanelMemory
 
@@ -48,3 +49,19 @@ def test_many_weights_keep_their_numbers() -> None:
     rows = torch.randn(2, 512, generator=made)
     for weight, each in zip(weights, packed, strict=True):
         torch.testing.assert_close(ops.linear(rows, each), rows @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_different_formats_lie_side_by_side() -> None:
+    """Floats that need few bytes and many, and integers, in turns."""
+    ops = CpuOps(1, rounding=Rounding(8))
+    made = torch.Generator().manual_seed(4)
+    wholes = torch.randint(-7, 8, (4, 64, 512), generator=made) * 0.25
+    floats = [each for whole in wholes for each in (whole, torch.randn(48, 512, generator=made))]
+    weights = [ops.quantized(each) if place % 3 == 2 else each for place, each in enumerate(floats)]
+    packed = [ops.pack_linear(each) if isinstance(each, torch.Tensor) else ops.pack_quantized([each])
+              for each in weights]
+    assert len({each.format for each in packed}) == 3
+    rows = torch.randn(2, 512, generator=made)
+    for weight, each in zip(floats, packed, strict=True):
+        error = (ops.linear(rows, each) - rows @ weight.T).norm() / (rows @ weight.T).norm()
+        assert error < (0.03 if each.format.startswith("int") else 1e-5)

@@ -15,7 +15,8 @@
 #define ROW_BLOCK 256     /* rows of a task */
 #define MAX_STACK 16     /* as in linear.c */
 #define AHEAD 2048       /* bytes that are fetched before they are unpacked */
-#define LEAST_TILES 4     /* with fewer beside them, the next panels would come in too long a burst */
+/* With fewer tiles beside them the next panels would come in too long a burst, and codes of 8 bits are not worth a copy. */
+#define LEAST_TILES 4
 #define LEAST_TASK 100000 /* products that are worth a task */
 #define TINY 1e-30f      /* a group of smaller activations is zero: the inverse of its scale would overflow */
 

@@ -82,7 +82,7 @@ typedef struct {
 /* How the codes lie that a tile reads. */
 enum {
     NIBBLES = 0, /* two quads in 64 bytes */
-    BYTES = 1,   /* a code a byte, below 128 */
+    BYTES = 1,   /* a code a byte, below 128; a kernel with a `wide_bias` may find codes less that bias, signed */
     WIDE = 2,    /* a code a byte, any */
 };
 
@@ -109,7 +109,8 @@ typedef void (*int_tile_fn)(const int_tile *t, int rows, int panels, int mode, i
 
 /* A kernel: its tile, how large a tile may be, what it subtracts from WIDE codes (0 or 128), its dot products of queries
  * and keys, which subtract the same from codes of keys; whether it reads codes one a byte only, and scales of x step by
- * step instead of row by row. Fewer than `least` rows are left to another kernel, `few`. `begin` and `end`, where a kernel
+ * step instead of row by row. Fewer than `least` rows are left to another kernel, `few`, unless
+ * this one was asked for by name. `begin` and `end`, where a kernel
  * has them, stand around its tiles. With `all_slices` a tile takes all slices of k and adds them in their tree. */
 typedef struct int_kernel {
     const char *name;

@@ -2,7 +2,7 @@
  *
  * A step of a panel, one code a byte, is what the instruction wants as its right side as it lies there: [quads][COLS][4].
  * The integer sums of a step go through memory to the vector registers, which keep the sums of floats; while one step's
- * are taken from there, the next step is multiplied. Few rows are left to AVX-512 VNNI: there this gains nothing. */
+ * are taken from there, the next step is multiplied. Fewer rows are left to AVX-512 VNNI, which is faster there. */
 #include "integer.h"
 
 #if defined(__AVX512F__) && defined(__linux__)

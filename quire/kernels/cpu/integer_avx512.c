@@ -10,7 +10,7 @@
 #define TILE_PANELS 2
 #define QUADS_AT_ONCE 4 /* a step has 4 or 8 */
 #define NIBBLES_AHEAD 8192 /* bytes of prefetch: past the end of a narrow weight's panels, where the next ones begin */
-#define BYTES_AHEAD 2048
+#define BYTES_AHEAD 2048   /* codes that were unpacked are in the cache already: there it is in vain, and cheap */
 
 /* Not the intrinsic: gcc 12 copies accumulators from register to register around it. */
 Q_INLINE __m512i dot(__m512i acc, __m512i codes, __m512i x) {

@@ -235,6 +235,7 @@ INLINE float sum_lanes(const vf *v) {
     return (a[0] + a[2]) + (a[1] + a[3]);
 }
 
+#if !defined(__aarch64__) /* which has instructions for these; gcc before 12 does not know the shuffle */
 typedef int32_t i4 __attribute__((vector_size(16)));
 
 INLINE i4 max_i4(i4 a, i4 b) {
@@ -262,6 +263,7 @@ INLINE int32_t sum_i(const vi *v) {
     sum += __builtin_shufflevector(sum, sum, 2, 3, 0, 1);
     return sum[0] + sum[1];
 }
+#endif
 
 INLINE float greater(float a, float b) { return a > b ? a : b; }
 
