@@ -39,6 +39,21 @@ def test_without_a_compiler_the_build_says_how_to_get_one(monkeypatch, tmp_path)
         builder.build(tmp_path)
 
 
+def test_a_compiler_that_is_too_old_for_the_kernels_is_none(monkeypatch, tmp_path):
+    """As gcc 11 on x86: then one comes from PyPI, instead of errors about the source."""
+    found = builder.system_compiler()
+    if found is None:
+        pytest.skip("this machine has no compiler")
+    old = tmp_path / "cc"
+    old.write_text(f'#!/bin/sh\ngrep -q _Float16 "$1" && exit 1\nexec {found[0]} "$@"\n')
+    old.chmod(0o755)
+    assert not builder._works([str(old)])
+    monkeypatch.setattr(builder.shutil, "which", lambda name: str(old) if name == "cc" else None)
+    assert builder.system_compiler() is None
+    monkeypatch.setattr(builder.shutil, "which", lambda name: {"cc": str(old), "gcc": found[0]}.get(name))
+    assert builder.system_compiler() == found
+
+
 def test_a_failing_compiler_is_quoted(tmp_path):
     compiler = [sys.executable, "-c", "import sys; sys.exit('no such header')"]
     with pytest.raises(KernelBuildError, match="no such header"):

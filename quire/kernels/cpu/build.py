@@ -16,13 +16,27 @@ from quire.errors import KernelBuildError
 
 SOURCE_DIR = Path(__file__).parent
 FIX = (
-    "install a C compiler (`apt install gcc libc6-dev`, or `pip install ziglang`), then run "
+    "install a C compiler (gcc 12 or newer: `apt install gcc libc6-dev`, or `pip install ziglang`), then run "
     "`python -m quire.kernels.cpu.build`"
 )
 # Products are fused with sums only where the source says so: two copies of a loop must round alike.
 _FLAGS = ["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden"]
 _FLAGS += ["-Wno-psabi"]
 _LIBRARIES = ["-lpthread", "-lm"]
+# Headers, and what gcc has from 12 on where the kernels use it.
+_TRIAL = """\
+#include <pthread.h>
+#include <math.h>
+typedef int four __attribute__((vector_size(16)));
+int main(void) {
+    _Float16 half = 1;
+    four v = {0, 1, 2, 3};
+#if defined(__x86_64__)
+    v = __builtin_shufflevector(v, v, 2, 3, 0, 1);
+#endif
+    return v[0] + (int)half - 3;
+}
+"""
 # The variants of each machine, best first; `library.py` picks by what the processor can do.
 VARIANTS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
@@ -51,7 +65,7 @@ def library_name(variant: str) -> str:
 
 
 def system_compiler() -> list[str] | None:
-    """The first of cc, gcc and clang that can really build a program (headers included)."""
+    """The first of cc, gcc and clang that can really build a program like the kernels (headers included)."""
     for name in ("cc", "gcc", "clang"):
         path = shutil.which(name)
         if path is not None and _works([path]):
@@ -72,7 +86,7 @@ def find_compiler() -> list[str]:
 def _works(compiler: list[str]) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "try.c")
-        source.write_text("#include <pthread.h>\n#include <math.h>\nint main(void) { return 0; }\n")
+        source.write_text(_TRIAL)
         command = [*compiler, str(source), "-o", str(Path(folder, "try")), *_LIBRARIES]
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
