@@ -2,6 +2,7 @@
 #include "integer.h"
 
 #if defined(__AVX512F__)
+#include <cpuid.h>
 #include <immintrin.h>
 
 #define Q_TARGET __attribute__((target("avx512vnni")))
@@ -143,7 +144,9 @@ Q_INLINE qi q_dot(qi acc, q_codes w, q_four x, int wide) { (void)wide; return do
 const int_kernel *quire_int_avx512vnni(void) {
     static const int_kernel kernel = {.name = "avx512-vnni", .tile = tile, .rows = TILE_ROWS, .panels = TILE_PANELS,
                                       .dots = dots, .steps_first = 1, .all_slices = 1};
-    return __builtin_cpu_supports("avx512vnni") ? &kernel : NULL;
+    /* Not __builtin_cpu_supports: of a shared library clang's linker refuses what it refers to. */
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 11 & 1) ? &kernel : NULL; /* AVX512_VNNI */
 }
 #else
 const int_kernel *quire_int_avx512vnni(void) { return NULL; }
