@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import subprocess
 import sys
 
@@ -52,6 +53,15 @@ def test_a_compiler_that_is_too_old_for_the_kernels_is_none(monkeypatch, tmp_pat
     assert builder.system_compiler() is None
     monkeypatch.setattr(builder.shutil, "which", lambda name: {"cc": str(old), "gcc": found[0]}.get(name))
     assert builder.system_compiler() == found
+
+
+def test_the_kernels_ask_cpuid_what_a_processor_can(tmp_path):
+    """A library that calls __builtin_cpu_supports does not link with ziglang (0.17), which machines without a C compiler
+    get. Where it is installed, that is tried."""
+    for source in builder.SOURCE_DIR.glob("*.[ch]"):
+        assert "__builtin_cpu_supports(" not in source.read_text(), source.name
+    if importlib.util.find_spec("ziglang") is not None:
+        assert builder.build(tmp_path, [sys.executable, "-P", "-m", "ziglang", "cc"])
 
 
 def test_a_failing_compiler_is_quoted(tmp_path):
