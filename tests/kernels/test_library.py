@@ -56,8 +56,8 @@ def test_a_compiler_that_is_too_old_for_the_kernels_is_none(monkeypatch, tmp_pat
 
 
 def test_the_kernels_ask_cpuid_what_a_processor_can(tmp_path):
-    """A library that calls __builtin_cpu_supports does not link with ziglang (0.17), which machines without a C compiler
-    get. Where it is installed, that is tried."""
+    """A library that calls __builtin_cpu_supports does not link with ziglang (0.17), which machines without a C
+    compiler get. Where it is installed, that is tried."""
     for source in builder.SOURCE_DIR.glob("*.[ch]"):
         assert "__builtin_cpu_supports(" not in source.read_text(), source.name
     if importlib.util.find_spec("ziglang") is not None:
