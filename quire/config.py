@@ -58,9 +58,9 @@ class ModelConfig:
         None, "with the dummy executor: file with the texts that the model writes, a JSON object in each line: after "
               "(part of the prompt) and say")
     enforce_eager: bool = option(False, "on a GPU: launch every kernel anew instead of replaying captured graphs")
-    compile_ahead: bool = option(
-        False, "on one Hopper GPU: compile the kernels of a first start in processes beside it, while weights load "
-               "(needs eight cores; what is missing is compiled as without it)")
+    compile_ahead: bool | None = option(
+        None, "on one Hopper GPU: compile the kernels of a first start in processes beside it, while weights load; "
+              "what is missing is compiled as without it (default: where there are eight cores)")
     deterministic: bool = option(
         False, "on a GPU: the same bits whatever the batch, chunks, cache and graphs, at some cost in speed "
                "(a CPU always has them)")

@@ -9,8 +9,9 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, BeamSearchParams, SamplingParams
+from quire.engine.assembly import engine as assembly
 from quire.errors import ConfigError, QuireError, RankLostError
 from tests.eagle_heads import make_head
 from tests.gpu.models import config_of, weights_of
@@ -250,18 +252,25 @@ def with_head(folder: Path, kind: str, **changes: Any) -> dict[str, Any]:
 
 THREE_OF_NINE = {"hidden_size": 72, "intermediate_size": 272, "num_attention_heads": 9, "num_key_value_heads": 3}
 TREE = {"width": 3, "depth": 3, "nodes": 9}
-ROOMY = {"max_num_batched_tokens": 400}
-"""Every tree has room: where the budget cuts some, it matters who is in a step with whom."""
 HEADS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], list[tuple[int, int]]]] = [
     ("eagle", {}, {"dtype": "bfloat16"}, {}, [(2, 1), (1, 2)]),
     ("eagle", {"tie_word_embeddings": True}, {"dtype": "float32", "enforce_eager": True}, {"verifier": "rejection"},
      [(2, 1), (1, 2)]),
     ("eagle3", THREE_OF_NINE, {"dtype": "float32", **SWAPPING}, {}, [(2, 1), (3, 1), (1, 2)]),
     ("eagle3", {}, {"dtype": "bfloat16"}, {"verifier": "rejection"}, [(2, 1), (2, 2)]),
-    ("eagle3", {}, {"dtype": "bfloat16", **ROOMY}, {"tree": TREE}, [(2, 1), (1, 2)]),
-    ("eagle", {}, {"dtype": "float32", **ROOMY}, {"tree": TREE, "verifier": "rejection"}, [(2, 2)]),
+    ("eagle3", {}, {"dtype": "bfloat16", "max_num_batched_tokens": 400}, {"tree": TREE}, [(2, 1), (1, 2)]),
+    ("eagle", {}, {"dtype": "float32"}, {"tree": TREE, "verifier": "rejection"}, [(2, 2)]),
     ("mtp", {}, {"dtype": "bfloat16"}, {}, [(2, 1), (1, 2)]),
 ]
+
+
+@contextmanager
+def steps_of_stages(stages: int) -> Iterator[None]:
+    """Engines plan their steps as those of so many stages: each has its share of the sequences."""
+    limits_of = assembly.limits_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "limits_of", lambda *given: replace(limits_of(*given), num_stages=stages))
+        yield
 
 
 @pytest.mark.parametrize(("kind", "changes", "options", "ask", "sizes"), HEADS if GPU else HEADS[2:6])
@@ -269,24 +278,32 @@ def test_heads_on_ranks_draft_what_one_rank_drafts(
     tmp_path: Path, kind: str, changes: dict[str, Any], options: dict[str, Any], ask: dict[str, Any],
     sizes: list[tuple[int, int]]
 ) -> None:
-    """Bit for bit, in deterministic mode: answers, and how many drafts were right of how many. Coupled, the answers are
-    those without drafts. Who swaps comes back when a copy is over, so the number of drafts is another each time."""
+    """Bit for bit, in deterministic mode: answers, and how many drafts were right of how many. One rank has the same
+    steps: who is in a step with whom says how many drafts have room. Coupled, the answers are those without drafts. Who
+    swaps comes back when a copy is over, so the number of drafts is another each time."""
     asked = with_head(tmp_path, kind, **changes)
     asked["speculative_config"] |= ask
     if "tree" in ask:
         del asked["speculative_config"]["num_speculative_tokens"]
     options = {"deterministic": True, "max_steps_in_flight": 1, **options}
-    found = []
-    for tensor, stages in ((1, 1), *sizes):
+
+    def found(tensor: int, stages: int) -> tuple[list[Any], tuple[int, int] | None]:
         with engine(tmp_path, tensor_parallel_size=tensor, pipeline_parallel_size=stages, **options, **asked) as llm:
             said, metrics = answers(llm), llm.metrics()
         drafts, kept = metrics["spec_draft_tokens"], metrics["spec_accepted_tokens"]
         assert drafts > kept > 0 and (metrics["preemptions_by_swap"] > 0) == ("swap_space" in options)
-        found.append((said, None if "swap_space" in options else (drafts, kept)))
-    assert all(each == found[0] for each in found)
+        return said, None if "swap_space" in options else (drafts, kept)
+
+    of_one_rank = {}
+    for stages in {stages for _, stages in sizes}:
+        with steps_of_stages(stages):
+            of_one_rank[stages] = found(1, 1)
+    for tensor, stages in sizes:
+        assert found(tensor, stages) == of_one_rank[stages], (tensor, stages)
     if ask.get("verifier") != "rejection":
         with engine(tmp_path, **options) as llm:
-            assert answers(llm) == found[0][0]
+            want = answers(llm)
+        assert all(said == want for said, _ in of_one_rank.values())
 
 
 @on_gpu

@@ -204,7 +204,7 @@ def _compile_ahead(source: ModelSource, config: EngineConfig, options: DeviceOpt
     """Of weights that a file stores quantized nobody knows the kernels before they are loaded."""
     from quire.worker.gpu.compile_ahead.start import compile_ahead
 
-    if not config.model.compile_ahead or (source.stores_codes and not config.model.asks_for_floats):
+    if config.model.compile_ahead is False or (source.stores_codes and not config.model.asks_for_floats):
         return None
     return compile_ahead(source.config, options, config.cache.block_size)
 

@@ -306,6 +306,7 @@ def test_an_engine_waits_for_kernels_when_its_weights_are_there_and_ends_who_is_
     assert start_of_an_engine(monkeypatch) == ["begin", "weights", "wait", "close"]
     assert start_of_an_engine(monkeypatch, fails=True) == ["begin", "weights", "close"]
     assert start_of_an_engine(monkeypatch, stores_codes=True) == ["weights"]
+    assert start_of_an_engine(monkeypatch, compile_ahead=None) == ["begin", "weights", "wait", "close"]
     assert start_of_an_engine(monkeypatch, compile_ahead=False) == ["weights"]
 
 
