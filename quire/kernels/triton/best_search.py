@@ -56,6 +56,37 @@ def _tokens(start, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.co
     return tl.where(real, order_key(values), _NO_KEY), tl.where(real, weights, 0), token
 
 
+@triton.jit(noinline=True)
+def _pass(
+    key, last, row, count, fits, low, top, temperature, floor, logits, edited, stage, found, ids, stride,
+    VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
+    """Reads the tokens in question once: (weight and number of those with a larger key; number of those with this key
+    and no larger id than `last`). A function of its own: put in every place that asks, it would be most of the
+    kernel, and two thirds of the time to compile it."""
+    settings, source = (count, fits, low, top, temperature, floor), (logits, edited, stage, found, ids, stride)
+    weight = tl.sum(tl.zeros([2], tl.int64))
+    number = tl.sum(tl.zeros([2], tl.int32))
+    sharing = tl.sum(tl.zeros([2], tl.int32))
+    for start in range(0, count, CHUNK):
+        keys, weights, token = _tokens(start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
+        over = keys > key
+        weight += tl.sum(tl.where(over, weights, 0))
+        number += tl.sum(over.to(tl.int32))
+        sharing += tl.sum(((keys == key) & (token <= last)).to(tl.int32))
+    return weight, number, sharing
+
+
+@triton.jit
+def _passed(
+    key, last, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
+    return _pass(
+        key, last, row, settings[0], settings[1], settings[2], settings[3], settings[4], settings[5], source[0],
+        source[1], source[2], source[3], source[4], source[5], VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
+
+
 @triton.jit
 def _above(
     key, held, row, settings, source, VOCAB: tl.constexpr, MASK_WORDS: tl.constexpr, CAPACITY: tl.constexpr,
@@ -66,14 +97,8 @@ def _above(
         over = held[0] > key
         weight, number = tl.sum(tl.where(over, held[1], 0)), tl.sum(over.to(tl.int32))
     else:
-        weight = tl.sum(tl.zeros([2], tl.int64))
-        number = tl.sum(tl.zeros([2], tl.int32))
-        for start in range(0, settings[0], CHUNK):
-            keys, weights, _token = _tokens(
-                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
-            over = keys > key
-            weight += tl.sum(tl.where(over, weights, 0))
-            number += tl.sum(over.to(tl.int32))
+        weight, number, _sharing = _passed(
+            key, row * 0, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
     return weight, number
 
 
@@ -86,11 +111,8 @@ def _equal_up_to(
     if HELD:
         number = tl.sum(((held[0] == key) & (held[2] <= last)).to(tl.int32))
     else:
-        number = tl.sum(tl.zeros([2], tl.int32))
-        for start in range(0, settings[0], CHUNK):
-            keys, _weights, token = _tokens(
-                start, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
-            number += tl.sum(((keys == key) & (token <= last)).to(tl.int32))
+        _weight, _number, number = _passed(
+            key, row * 0 + last, row, settings, source, VOCAB, MASK_WORDS, CAPACITY, CHUNK, SOURCE)
     return number
 
 

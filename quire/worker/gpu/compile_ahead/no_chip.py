@@ -7,9 +7,10 @@ told of, and nothing is ever launched.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,6 +80,16 @@ def pretend(chip: Chip, work: Work) -> None:
     ):
         setattr(owner, name, new)
     triton.runtime.driver.set_active(_TritonDriver(chip))
+    _leave_out_torchs_compiler()
+
+
+def _leave_out_torchs_compiler() -> None:
+    """Some operations on `meta` tell torch's compiler to pass them by, which imports all of it first."""
+    if "torch._dynamo" not in sys.modules:
+        stub: Any = ModuleType("torch._dynamo")
+        stub.disable = lambda function, *_, **__: function
+        sys.modules["torch._dynamo"] = stub
+        setattr(torch, "_dynamo", stub)  # noqa: B010 (torch would import it for an attribute that is not there)
 
 
 class _Nothing:
