@@ -23,6 +23,7 @@ from quire.models.loader.source import resolve_model
 from quire.models.registry import read_spec
 from quire.scheduler.plan import PlanEntry
 from quire.training.rounded import PACKED_CONFIG, ROUNDED_CONFIG, packed, rounded
+from quire.worker.drafter import Drafter
 from tests.checkpoints import SMALL, make_checkpoint
 from tests.eagle_heads import PlainHead, make_head, target_states
 from tests.test_draft_trees import moves_counted
@@ -212,6 +213,42 @@ def test_a_chain_ends_where_the_head_is_unsure(target: Path, kind: str, together
             assert list(drafts) == full[: min(sure, left)]
             lengths.add(len(drafts))
     assert len(lengths) > 1
+
+
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_drafts_that_are_drawn_in_one_call_are_those_of_the_sampler(
+    target: Path, monkeypatch: pytest.MonkeyPatch, kind: str, together: int
+) -> None:
+    """Beside greedy sequences, and ones whose logits are changed, so that all have to wait for each other."""
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0.7}, {"temperature": 0.9, "top_p": 0.8}, {"temperature": 0.8, "top_k": 12, "min_p": 0.02},
+        {"temperature": 0.0}, {"temperature": 0.7, "repetition_penalty": 1.1}, {"temperature": 0.3, "top_k": 20}]
+    asked = [SamplingParams(max_tokens=30, ignore_eos=True, seed=i, **settings[i % 6]) for i in range(6)]
+
+    def drafts() -> tuple[list[Any], dict[tuple[int, ...], tuple[int, ...]], int]:
+        with LLM(str(target), skip_tokenizer_init=True, num_threads=1, max_num_seqs=together,
+                 **eagle(target / kind)) as llm:
+            drafter, seen = llm._core.executor._worker._runner.drafter, {}  # type: ignore[attr-defined]
+            propose, chains, calls = drafter.propose, drafter.model.chains, []
+
+            def recording(entries: Sequence[PlanEntry]) -> Any:
+                filled, weights = propose(entries)
+                for entry in filled:
+                    if entry.drafts:
+                        text = drafter._table.tokens[entry.row, : entry.start + 1].tolist()
+                        seen[entry.row, *text] = entry.drafts
+                return filled, weights
+
+            drafter.propose = recording
+            drafter.model.chains = lambda *given: calls.append(given) or chains(*given)
+            found = llm.generate(PROMPTS[:6], asked, use_tqdm=False)
+            return [one.outputs[0].token_ids for one in found], seen, len(calls)
+
+    said, drawn, calls = drafts()
+    monkeypatch.setattr(Drafter, "_plain_draws", lambda *_: None)
+    assert drafts() == (said, drawn, 0)
+    assert calls > 10 and len(drawn) > 60
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

@@ -35,6 +35,17 @@ class RecordedPass(ctypes.Structure):
                 ("logits", ctypes.c_void_p))
 
 
+class DrawRule(ctypes.Structure):
+    """`draw_rule` of sampling.h."""
+
+    _fields_ = (("temperature", ctypes.c_float), ("log_min_p", ctypes.c_float), ("top_k", ctypes.c_int64),
+                ("top_p", ctypes.c_double), ("key", ctypes.c_int64 * 3))
+
+
+Rules = ctypes.Array[DrawRule]
+"""One for each sequence; drawing goes on to the next position with each token."""
+
+
 @dataclass(slots=True)
 class Guesses:
     """Tokens that follow one another, of several sequences."""
@@ -43,7 +54,7 @@ class Guesses:
     """[passes, sequences]"""
     chances: npt.NDArray[np.float32]
     """[1 + passes, sequences]: of the chains before, and with each token, by the head's own account; less than 0 where
-    its logits are not finite."""
+    its logits are not finite. A token that is drawn changes nothing."""
     passes: int = 0
     """That were run."""
 
@@ -55,7 +66,8 @@ class Chain:
     guessed: Tensor | None
     """The tokens that its logits stand for; None: all."""
     floor: float
-    """A chain ends before the token with which its chance, by the head's own account, falls below this."""
+    """A chain of likeliest tokens ends before the one with which its chance, by the head's own account, falls below
+    this."""
     block_size: int
 
 
@@ -115,17 +127,23 @@ class DraftKernels:
         )
         return out
 
-    def guess(self, logits: Tensor, ids: Tensor | None) -> Guesses:
-        """The likeliest token of each row; `ids`: the tokens that the columns stand for."""
+    def guess(self, logits: Tensor, ids: Tensor | None, rules: Rules | None = None) -> Guesses:
+        """The likeliest token of each row, or one drawn by its rule; `ids`: the tokens that the columns stand for."""
         width = logits.shape[1]
         rows = rows_of(logits, width)
         check_ids(ids, width)
+        check_rules(rules, rows)
         found = Guesses(np.empty((1, rows), np.int64), np.ones((2, rows), np.float32), 1)
         self._library.quire_guess(
-            logits.data_ptr(), rows, width, None if ids is None else ids.data_ptr(), found.tokens.ctypes.data,
+            logits.data_ptr(), rows, width, None if ids is None else ids.data_ptr(), rules, found.tokens.ctypes.data,
             found.chances[1].ctypes.data,
         )  # fmt: skip
         return found
+
+
+def check_rules(rules: Rules | None, rows: int) -> None:
+    if rules is not None and len(rules) != rows:
+        raise EngineError(f"{len(rules)} rules for drawing from {rows} rows of logits")
 
 
 def check_ids(ids: Tensor | None, width: int) -> None:

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.errors import EngineError
 from quire.kernels.types import LayerCache, StepContext
-from quire.ops.cpu_drafts import Chain, ChainStep, Guesses, RecordedPass, check_ids
+from quire.ops.cpu_drafts import Chain, ChainStep, Guesses, RecordedPass, Rules, check_ids, check_rules
 from quire.ops.cpu_step import RESULTS, ZERO, StepNumber, read_step
 from quire.parallel.collectives import KernelGroup
 
@@ -219,9 +219,10 @@ class StepRecorder:
         return self._seen[key] <= _FIRST_TIMES
 
     def run_chain(self, ids: Tensor, ctx: StepContext, caches: Sequence[LayerCache], guesses: Guesses, chain: Chain,
-                  first: tuple[Tensor, StepContext] | None = None) -> bool:
-        """Run a step of one token of each sequence again and again, each time with the likeliest tokens by its second
-        result, logits. `guesses` has room for them, and the chances of the chains so far. `ids` and `ctx` are changed.
+                  first: tuple[Tensor, StepContext] | None = None, rules: Rules | None = None) -> bool:
+        """Run a step of one token of each sequence again and again, each time with the tokens that its second result,
+        logits, and the `rules` give. `guesses` has room for them, and the chances of the chains so far. `ids`, `ctx`
+        and `rules` are changed.
         `first`: the first time it is this step, of more tokens, and then `ctx` stands at the last of them. Steps have
         the number of sequences for a variant. False: they are not recorded yet, and nothing was run."""
         self._look_at(caches)
@@ -236,6 +237,7 @@ class StepRecorder:
         contexts = [read_step(each) for _, each in inputs]
         width, context = known[0].outs[1][1][1], contexts[-1]
         check_ids(chain.guessed, width)
+        check_rules(rules, seqs)
         if not context.tokens == context.seqs == contexts[0].seqs == guesses.tokens.shape[1]:
             raise EngineError(f"a chain of {guesses.tokens.shape[1]} sequences is not a step of {context.tokens}")
         passes, held = [], []
@@ -250,7 +252,7 @@ class StepRecorder:
         guesses.passes = self._ops.library.quire_draft_chain(
             None if first is None else ctypes.byref(passes[0]), ctypes.byref(passes[-1]), ctypes.byref(self._failed),
             ctypes.byref(at), width, None if chain.guessed is None else chain.guessed.data_ptr(),
-            guesses.tokens.ctypes.data, guesses.chances.ctypes.data, len(guesses.tokens), chain.floor,
+            rules, guesses.tokens.ctypes.data, guesses.chances.ctypes.data, len(guesses.tokens), chain.floor,
         )  # fmt: skip
         if guesses.passes < 0:
             step = known[0 if guesses.passes == -1 else -1]

@@ -231,9 +231,38 @@ class SamplingBatch:
         )
 
 
-def likeliest_alone(row: SamplingRow) -> bool:
-    """Nothing but the likeliest token of the model's own logits will be drawn."""
-    return (row.params.greedy or row.params.top_k == 1) and not _needs_edits(row)
+@dataclass(frozen=True, slots=True)
+class PlainDraw:
+    """What a token is drawn with that nothing but temperature, min_p, top_k and top_p decide; numbers are those of
+    `Draws`, but `top_k` may be larger than the vocabulary. A temperature of 0: the likeliest token."""
+
+    temperature: float
+    log_min_p: float
+    top_k: int
+    top_p: float
+    key: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, row: SamplingRow) -> PlainDraw | None:
+        """None for rows whose logits are changed before they are drawn from: penalties, biases, masks and the like."""
+        params, key = row.params, (row.seed, row.seq_index, row.position)
+        if _needs_edits(row):
+            return None
+        if params.greedy or params.top_k == 1:
+            return cls(0.0, -math.inf, 0, _NO_CUT, key)
+        return cls(_temperature(row), _log_min_p(row), params.top_k, _top_p(row), key)
+
+
+def _temperature(row: SamplingRow) -> float:
+    return min(row.params.temperature, 1e30)
+
+
+def _log_min_p(row: SamplingRow) -> float:
+    return math.log(row.params.min_p) if row.params.min_p > 0 else -math.inf
+
+
+def _top_p(row: SamplingRow) -> float:
+    return row.params.top_p if row.params.top_p < 1.0 else _NO_CUT
 
 
 def _needs_edits(row: SamplingRow) -> bool:
@@ -253,22 +282,13 @@ def _draws(rows: Sequence[SamplingRow], places: list[int], vocab_size: int, devi
     def tensor(value: Callable[[SamplingRow], float], dtype: torch.dtype) -> Tensor:
         return send([value(row) for row in chosen], dtype, device)
 
-    def temperature(row: SamplingRow) -> float:
-        return min(row.params.temperature, 1e30)
-
-    def log_min_p(row: SamplingRow) -> float:
-        return math.log(row.params.min_p) if row.params.min_p > 0 else -math.inf
-
-    def top_p(row: SamplingRow) -> float:
-        return row.params.top_p if row.params.top_p < 1.0 else _NO_CUT
-
     return Draws(
         rows=send(places, torch.int64, device),
-        temperature=tensor(temperature, torch.float32),
-        log_min_p=tensor(log_min_p, torch.float32),
+        temperature=tensor(_temperature, torch.float32),
+        log_min_p=tensor(_log_min_p, torch.float32),
         keys=[(row.seed, row.seq_index, row.position) for row in chosen],
         top_k=[row.params.top_k if row.params.top_k < vocab_size else 0 for row in chosen],
-        top_p=tensor(top_p, torch.float64),
+        top_p=tensor(_top_p, torch.float64),
         uses_min_p=any(row.params.min_p > 0 for row in chosen),
     )
 

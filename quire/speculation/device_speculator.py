@@ -590,6 +590,6 @@ class DeviceSpeculator(Speculator):
 
 
 def _likeliest_alone(seq: Sequence) -> bool:
-    """As the worker decides it (`sampling.batch.likeliest_alone`), except for what changes from token to token."""
+    """As the worker decides it (`sampling.batch.PlainDraw`), except for what changes from token to token."""
     params = seq.request.params
     return params.greedy or params.top_k == 1

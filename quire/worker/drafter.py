@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.kernels.cpu.sampling import CpuSampling
 from quire.kernels.types import StepContext
 from quire.layers.stream import ResidualStream
-from quire.sampling.batch import SamplingBatch, SamplingRow, likeliest_alone
+from quire.sampling.batch import PlainDraw, SamplingBatch, SamplingRow
 from quire.sampling.philox import Purpose
 from quire.sampling.sampler import OK, draw_weights, sample
 from quire.scheduler.plan import BlockCopy, PlanEntry, TransferStart
@@ -71,10 +71,11 @@ class DraftModel(Protocol):
 
 @runtime_checkable
 class ChainModel(Protocol):
-    """A draft model that takes likeliest tokens itself, one after the other."""
+    """A draft model that takes tokens itself, one after the other."""
 
-    def chains(self, passes: Sequence[PlanEntry], counts: Sequence[int]) -> list[list[int]]:
-        """Compute these, and give the likeliest tokens after the last of each, up to so many."""
+    def chains(self, passes: Sequence[PlanEntry], counts: Sequence[int], draws: Sequence[PlainDraw]) -> list[list[int]]:
+        """Compute these, and give the tokens that may follow the last of each, up to so many: the likeliest, or drawn
+        as `draws` say of the first."""
         ...
 
 
@@ -119,16 +120,26 @@ class Drafter:
                 start, count = self.model.catch_up(entry)
                 drafts[i], weights[i] = [], []
                 passes[i] = PlanEntry(entry.row, start, min(count, MOST_AT_ONCE), count <= MOST_AT_ONCE)
-        if (passes and isinstance(self.model, ChainModel) and all(one.sample for one in passes.values())
-                and all(likeliest_alone(self._table.sampling(one.row)) for one in passes.values())):
+        if passes and isinstance(self.model, ChainModel) and (draws := self._plain_draws(passes.values())) is not None:
             counts = [entries[i].device_drafts for i in passes]
-            found = self.model.chains(list(passes.values()), counts)
+            found = self.model.chains(list(passes.values()), counts, draws)
             return with_drafts(entries, dict(zip(passes, found, strict=True))), {}
         states = {i: without_logprobs(self._table.sampling(entries[i].row)) for i in passes}
         while passes:
             self._advance(entries, passes, states, drafts, weights)
         stacked = {i: torch.stack(rows) for i, rows in weights.items() if rows}
         return with_drafts(entries, drafts), stacked
+
+    def _plain_draws(self, passes: Iterable[PlanEntry]) -> list[PlainDraw] | None:
+        """What the drafts of each are drawn with; None if one of them catches up, has its logits changed, or has to
+        keep the weights that it draws with."""
+        found = []
+        for one in passes:
+            draw = PlainDraw.of(self._table.sampling(one.row)) if one.sample else None
+            if draw is None or (self._rejection and draw.temperature > 0.0):
+                return None
+            found.append(draw)
+        return found
 
     def _advance(self, entries: Sequence[PlanEntry], passes: dict[int, PlanEntry], states: dict[int, SamplingRow],
                  drafts: dict[int, list[int]], weights: dict[int, list[Tensor]]) -> None:

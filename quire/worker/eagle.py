@@ -11,6 +11,7 @@ the same step, writes over them.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -22,8 +23,9 @@ from quire.kernels.types import LayerCache, StepContext
 from quire.layers.stream import ResidualStream
 from quire.models.heads.head import DraftHead
 from quire.ops.cpu import CpuOps
-from quire.ops.cpu_drafts import Chain, Guesses
+from quire.ops.cpu_drafts import Chain, DrawRule, Guesses, Rules
 from quire.ops.cpu_step import CpuLayerCache
+from quire.sampling.batch import PlainDraw
 from quire.scheduler.plan import PlanEntry
 from quire.worker.draft_models import DraftProgress
 from quire.worker.request_table import RequestTable
@@ -150,24 +152,25 @@ class EagleDrafts:
         size = self._table.block_size
         return int(self._table.tables[self._group][row, position // size]) * size + position % size
 
-    # ---- chains of the likeliest tokens
+    # ---- chains
 
-    def chains(self, passes: Sequence[PlanEntry], counts: Sequence[int]) -> list[list[int]]:
+    def chains(self, passes: Sequence[PlanEntry], counts: Sequence[int], draws: Sequence[PlainDraw]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in passes]
-        chances = np.ones(len(passes), np.float32)
-        at_once = self._single_chain(passes[0], counts[0]) if len(passes) == 1 else None
+        chances, rules = np.ones(len(passes), np.float32), rules_of(draws, self._head.spec.vocab_size)
+        at_once = self._single_chain(passes[0], counts[0], rules) if len(passes) == 1 else None
         if at_once is not None:
             self._take([0], at_once, counts, found, chances)
             return found
-        live = self._take(range(len(passes)), self._ops.guess(self._pass(passes), self._head.guessed), counts, found,
-                          chances)
+        live = self._take(range(len(passes)), self._ops.guess(self._pass(passes), self._head.guessed, rules), counts,
+                          found, chances)
         while live:
             steps = min(counts[i] - len(found[i]) for i in live)
+            rules = rules_of([draws[i] for i in live], self._head.spec.vocab_size, [len(found[i]) for i in live])
             live = self._take(live, self._go_on([passes[i] for i in live], [found[i] for i in live], chances[live],
-                                                steps), counts, found, chances)
+                                                steps, rules), counts, found, chances)
         return found
 
-    def _single_chain(self, one: PlanEntry, count: int) -> Guesses | None:
+    def _single_chain(self, one: PlanEntry, count: int, rules: Rules | None) -> Guesses | None:
         """The whole chain of one sequence in one call; None where its passes are not recorded yet."""
         if self._recorder is None or one.num_tokens > _FEW:
             return None
@@ -177,7 +180,7 @@ class EagleDrafts:
         chain.at(tokens, blocks, one.start + one.num_tokens - 1, size, count - 1)
         guesses = Guesses(np.empty((count, 1), np.int64), np.ones((count + 1, 1), np.float32))
         if not self._recorder.run_chain(chain.ids, chain.ctx, self._caches, guesses, self._chain,
-                                        (first.ids, first.ctx)):
+                                        (first.ids, first.ctx), rules):
             return None
         self._progress.computed(one)
         self._drafting[one.row] = one.start + one.num_tokens - 1
@@ -200,8 +203,8 @@ class EagleDrafts:
                     live.remove(i)
         return live
 
-    def _go_on(self, passes: Sequence[PlanEntry], chains: Sequence[list[int]], chances: np.ndarray, steps: int
-               ) -> Guesses:
+    def _go_on(self, passes: Sequence[PlanEntry], chains: Sequence[list[int]], chances: np.ndarray, steps: int,
+               rules: Rules | None) -> Guesses:
         """Up to so many tokens more of each, in one call where the pass is recorded."""
         size, count = self._table.block_size, len(passes)
         rows = np.array([one.row for one in passes])
@@ -216,8 +219,22 @@ class EagleDrafts:
         )
         guesses = Guesses(np.empty((steps, count), np.int64), np.empty((steps + 1, count), np.float32))
         guesses.chances[0] = chances
-        if self._recorder is not None and self._recorder.run_chain(ids, ctx, self._caches, guesses, self._chain):
+        if self._recorder is not None and self._recorder.run_chain(ids, ctx, self._caches, guesses, self._chain,
+                                                                   rules=rules):
             return guesses
-        one = self._ops.guess(self._guess_after(ids, ctx), self._head.guessed)
+        one = self._ops.guess(self._guess_after(ids, ctx), self._head.guessed, rules)
         one.chances[1] = np.where(one.chances[1] < 0.0, -1.0, one.chances[1] * chances)
         return one
+
+
+def rules_of(draws: Sequence[PlainDraw], vocab_size: int, ahead: Sequence[int] | None = None) -> Rules | None:
+    """`ahead`: tokens that were drawn since. None where all want their likeliest tokens."""
+    if all(draw.temperature <= 0.0 for draw in draws):
+        return None
+    found = (DrawRule * len(draws))()
+    for i, draw in enumerate(draws):
+        seed, index, position = draw.key
+        key = (ctypes.c_int64 * 3)(seed, index, position + (0 if ahead is None else ahead[i]))
+        top_k = draw.top_k if draw.top_k < vocab_size else 0
+        found[i] = DrawRule(draw.temperature, draw.log_min_p, top_k, draw.top_p, key)
+    return found

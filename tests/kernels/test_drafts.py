@@ -10,9 +10,16 @@ from torch import Tensor
 from quire.errors import EngineError
 from quire.kernels.kv_spec import KVSpec
 from quire.kernels.types import StepContext
-from quire.ops.cpu_drafts import Chain, Guesses
+from quire.ops.cpu_drafts import Chain, Guesses, Rules
+from quire.sampling.batch import PlainDraw, SamplingBatch, SamplingRow
+from quire.sampling.params import SamplingParams
+from quire.sampling.sampler import sample
+from quire.worker.eagle import rules_of
 
 WIDTH, SIZE = 20, 4
+SETTINGS = [{"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.8}, {"temperature": 0.4, "top_k": 3},
+            {"temperature": 0.9, "top_k": 30, "top_p": 0.9}, {"temperature": 2.0, "min_p": 0.2}, {"temperature": 0.0},
+            {"temperature": 1.0, "top_k": 1}, {"temperature": 1e9, "top_p": 0.5, "min_p": 0.9, "top_k": 55}]
 
 
 def a_step(starts: list[int], counts: list[int]) -> tuple[StepContext, list[list[int]]]:
@@ -85,6 +92,59 @@ def test_logits_that_are_not_finite_give_no_token(variant_ops):
     logits[1, 7] = torch.inf
     found = variant_ops.guess(logits, None)
     assert found.tokens.tolist() == [[-1, -1]] and found.chances[1].tolist() == [-1.0, -1.0]
+
+
+def drawing(count: int, first: int = 0) -> list[SamplingRow]:
+    return [SamplingRow(SamplingParams(**SETTINGS[(first + i) % len(SETTINGS)]), 77 + i, i % 2, [1] * (3 + i), 1)
+            for i in range(count)]
+
+
+def rules(rows: list[SamplingRow], vocab: int) -> Rules | None:
+    return rules_of([draw for row in rows if (draw := PlainDraw.of(row)) is not None], vocab)
+
+
+@pytest.mark.parametrize("width", [1, 40, 1537])
+def test_a_drawn_token_is_the_samplers(variant_ops, randn, width):
+    """Of the draft vocabulary's logits what the sampler draws from the same among those of all tokens."""
+    logits, ids, rows = 4 * randn(24, width), torch.arange(width) * 3 + 1, drawing(24)
+    spread = torch.full((24, 4 * width), -1e9)
+    spread[:, ids] = logits
+    wanted = sample(spread, SamplingBatch.build(rows, spread.shape[1]))
+    found = variant_ops.guess(logits, ids, rules(rows, spread.shape[1]))
+    assert found.tokens[0].tolist() == wanted.token_ids.tolist()
+    drawn = [not row.params.greedy and row.params.top_k != 1 for row in rows]
+    assert (found.chances[1][drawn] == 1.0).all()
+    logits[4, width // 2] = torch.nan
+    broken = variant_ops.guess(logits, ids, rules(rows, spread.shape[1]))
+    assert broken.tokens[0, 4] == -1 and broken.chances[1, 4] == -1.0
+    assert rules(drawing(1, 5), 40) is None
+    with pytest.raises(EngineError, match="24 rules for drawing from 3 rows"):
+        variant_ops.guess(logits[:3], ids, rules(rows, spread.shape[1]))
+
+
+@pytest.mark.parametrize("changed", [{"repetition_penalty": 1.2}, {"logit_bias": {3: 1.0}}, {"min_tokens": 9},
+                                     {"allowed_token_ids": [1, 2]}])
+def test_rows_whose_logits_are_changed_are_not_drawn_plainly(changed):
+    assert PlainDraw.of(SamplingRow(SamplingParams(max_tokens=20, **changed), 1, 0, [1, 2], 1)) is None
+
+
+@pytest.mark.parametrize("starts", [[3], [2, 6, 1]])
+def test_a_drawn_chain_in_one_call_is_the_chain_step_by_step(variant_ops, randn, starts):
+    toy, passes, rows = Toy(variant_ops, randn), 5, drawing(len(starts))
+    ids = [7, 1, 30][: len(starts)]
+    for _ in range(2):  # until it is recorded
+        tokens, at, mine = [], ids, [row.ahead(()) for row in rows]
+        for i in range(passes):
+            ctx, _ = a_step([start + i for start in starts], [1] * len(starts))
+            at = sample(toy.run(torch.tensor(at), ctx), SamplingBatch.build(mine, 40)).token_ids.tolist()
+            mine = [row.ahead((token,)) for row, token in zip(mine, at, strict=True)]
+            tokens.append(at)
+    ctx, _ = a_step(starts, [1] * len(starts))
+    found = Guesses(np.empty((passes, len(ids)), np.int64), np.ones((passes + 1, len(ids)), np.float32))
+    given = rules(rows, 40)
+    assert toy.recorder.run_chain(torch.tensor(ids), ctx, [toy.kept], found, Chain(None, 0.5, SIZE), rules=given)
+    assert found.passes == passes and found.tokens.tolist() == tokens and (found.chances == 1.0).all()
+    assert given is not None and [rule.key[2] for rule in given] == [row.position + passes for row in rows]
 
 
 class Toy:

@@ -1,7 +1,10 @@
 /* What a draft head does beside its layer: it reads the hidden state before each token, keeps its own guesses in the same
- * slots, and takes the likeliest token. A chain of guesses is one call: each pass reads the token of the one before. */
+ * slots, and takes the likeliest token, or draws one. A chain of guesses is one call: each pass reads the token of the one
+ * before. */
 #include "export.h"
+#include "pool.h"
 #include "recorded.h"
+#include "sampling.h"
 #include "vmath.h"
 
 /* Columns [at, at + width) of out [rows, out_width] become x [rows, width]. */
@@ -79,17 +82,39 @@ static float share(const float *x, int64_t count, float best) {
     return 1.0f / sum_lanes(sums);
 }
 
-/* The likeliest token of each row of logits [rows, width] and its probability; `ids` are the tokens that the columns stand
- * for (NULL: their own numbers). -1 and a chance of -1: the logits are not finite. */
-EXPORT void quire_guess(const float *logits, int64_t rows, int64_t width, const int64_t *ids, int64_t *tokens,
-                        float *chances) {
-    for (int64_t r = 0; r < rows; r++) {
-        const float *x = logits + r * width;
-        int64_t best = largest(x, width);
-        chances[r] = best < 0 ? -1.0f : share(x, width, x[best]);
-        if (!(chances[r] > 0.0f)) best = -1, chances[r] = -1.0f; /* a NaN among them */
-        tokens[r] = best < 0 ? -1 : ids ? ids[best] : best;
+typedef struct {
+    const float *logits;
+    int64_t width;
+    const int64_t *ids;
+    const draw_rule *rules;
+    int64_t *tokens;
+    float *chances;
+} guess_job;
+
+static void guess_task(void *arg, int64_t r) {
+    const guess_job *job = arg;
+    const float *x = job->logits + r * job->width;
+    const draw_rule *rule = job->rules && job->rules[r].temperature > 0.0f ? job->rules + r : NULL;
+    int64_t found = largest(x, job->width);
+    float chance = found < 0 ? -1.0f : share(x, job->width, x[found]);
+    if (!(chance > 0.0f)) found = -1; /* a NaN among them */
+    if (found >= 0 && rule) {
+        found = quire_draw_one(x, job->width, x[found], rule);
+        chance = 1.0f;
     }
+    job->chances[r] = found < 0 ? -1.0f : chance;
+    job->tokens[r] = found < 0 ? -1 : job->ids ? job->ids[found] : found;
+}
+
+/* The likeliest token of each row of logits [rows, width] and its probability, or one drawn by the row's rule (`rules` NULL:
+ * none is), whose chance is 1: nobody ends a chain by it. `ids` are the tokens that the columns stand for (NULL: their own
+ * numbers). -1 and a chance of -1: the logits are not finite, or there was no memory to draw. */
+EXPORT void quire_guess(const float *logits, int64_t rows, int64_t width, const int64_t *ids, const draw_rule *rules,
+                        int64_t *tokens, float *chances) {
+    guess_job job = {logits, width, ids, rules, tokens, chances};
+    if (rules) quire_parallel(guess_task, &job, rows);
+    else
+        for (int64_t r = 0; r < rows; r++) guess_task(&job, r);
 }
 
 /* The context of a recorded step of one token of each sequence: it is changed from pass to pass. */
@@ -118,22 +143,24 @@ typedef struct {
     const float *logits;
 } recorded_pass;
 
-/* Run a recorded step up to `passes` times; each time its logits [seqs, width] give every sequence the next token. The
- * first time it may be another step, `first` (else NULL), and then `step` stands at the token before. `chances`
- * [passes + 1, seqs] begin with those of the chains so far, and become those of the chains with each token; when all have
- * fallen below `floor`, nothing more is run. Returns the passes that were run; if a call of them found something
- * wrong, less than 0, and *failed says which it was. */
+/* Run a recorded step up to `passes` times; each time its logits [seqs, width] give every sequence the next token, as
+ * `quire_guess` does; `rules`, if there are any, go on to the next position with each pass. The first time it may be
+ * another step, `first` (else NULL), and then `step` stands at the token before. `chances` [passes + 1, seqs] begin with
+ * those of the chains so far, and become those of the chains with each token; when all have fallen below `floor`, nothing
+ * more is run. Returns the passes that were run; if a call of them found something wrong, less than 0, and *failed says
+ * which it was. */
 EXPORT int64_t quire_draft_chain(const recorded_pass *first, const recorded_pass *next, int64_t *failed,
-                                 const chain_step *step, int64_t width, const int64_t *ids, int64_t *tokens, float *chances,
-                                 int64_t passes, float floor) {
+                                 const chain_step *step, int64_t width, const int64_t *ids, draw_rule *rules,
+                                 int64_t *tokens, float *chances, int64_t passes, float floor) {
     int64_t seqs = step->seqs;
     for (int64_t pass = 1; pass <= passes; pass++, tokens += seqs) {
         const recorded_pass *now = pass == 1 && first ? first : next;
         if (quire_replay(now->calls, now->count, now->words, failed)) return -pass;
         float *mine = chances + pass * seqs;
-        quire_guess(now->logits, seqs, width, ids, tokens, mine);
+        quire_guess(now->logits, seqs, width, ids, rules, tokens, mine);
         int going = 0;
         for (int64_t s = 0; s < seqs; s++) {
+            if (rules) rules[s].key[2]++;
             float before = mine[s - seqs];
             mine[s] = mine[s] < 0.0f || before < 0.0f ? -1.0f : mine[s] * before;
             going |= mine[s] >= floor;

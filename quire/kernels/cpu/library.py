@@ -76,14 +76,14 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_states_before": (None, [_P, _P, _P, _P, _I, _I, _I, _I, _P]),
     "quire_keep_rows": (None, [_P, _P, _P, _I, _I]),
     "quire_keep_last": (None, [_P, _P, _P, _P, _I, _I, _P]),
-    "quire_guess": (None, [_P, _I, _I, _P, _P, _P]),
-    "quire_draft_chain": (_I, [_P, _P, _P, _P, _I, _P, _P, _P, _I, _F]),
+    "quire_guess": (None, [_P, _I, _I, _P, _P, _P, _P]),
+    "quire_draft_chain": (_I, [_P, _P, _P, _P, _I, _P, _P, _P, _P, _I, _F]),
     "quire_ring_write": (_N, [_P, _P, _U, _N]),
     "quire_ring_wake": (None, [_P]),
     "quire_ring_read": (_U, [_P, _I]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 20
+ABI_VERSION = 21
 
 opener: type[ctypes.CDLL] = ctypes.CDLL
 """What a library is opened with. Benches put one here that measures its calls."""

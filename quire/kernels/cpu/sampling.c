@@ -4,6 +4,7 @@
  * row's token depends on that row alone. Tokens are ordered by logit, of equals the lower id first. */
 #include "export.h"
 #include "pool.h"
+#include "sampling.h"
 #include "vmath.h"
 
 #include <math.h>
@@ -261,34 +262,42 @@ typedef struct {
     int64_t *out;
 } draw_job;
 
-static void draw_task(void *arg, int64_t task) {
-    const draw_job *job = arg;
-    weighing row = {job->logits + job->rows[task] * job->width, job->width, job->peak[task], job->temperature[task],
-                    job->floor[task], NULL};
-    int64_t runs = (job->width + RUN - 1) / RUN, top_k = job->top_k[task];
-    const int64_t *key = job->keys + 3 * task;
-    double top_p = job->top_p[task];
+/* One token of a row, or -1 without memory. */
+static int64_t draw_from(weighing *row, int64_t top_k, double top_p, const int64_t *key) {
+    int64_t runs = (row->width + RUN - 1) / RUN, out = -1;
     int32_t is_cut = top_k > 0 || top_p < 1.0;
-    limit cut = {-INFINITY, job->width};
-    job->out[task] = isfinite(row.peak) ? -1 : 0;
-    if (!isfinite(row.peak)) return;
+    limit cut = {-INFINITY, row->width};
     int64_t *sums = malloc((size_t)runs * sizeof *sums);
     histogram *h = top_k > 0 ? malloc(sizeof *h) : NULL;
-    float *known = is_cut ? malloc((size_t)job->width * sizeof *known) : NULL;
+    float *known = is_cut ? malloc((size_t)row->width * sizeof *known) : NULL;
     int32_t ok = sums != NULL && (top_k == 0 || h != NULL) && (!is_cut || known != NULL);
     if (ok && is_cut) {
-        scaled(&row, 0, job->width, known);
-        row.known = known;
+        scaled(row, 0, row->width, known);
+        row->known = known;
     }
     if (ok && is_cut && top_k == 0) {
-        job->out[task] = draw_nucleus(&row, top_p, key, sums);
-    } else if (ok && (top_k == 0 || find_limit(&row, h, top_k, top_p, &cut))) {
+        out = draw_nucleus(row, top_p, key, sums);
+    } else if (ok && (top_k == 0 || find_limit(row, h, top_k, top_p, &cut))) {
         const limit *kept = is_cut ? &cut : NULL;
-        job->out[task] = pick(&row, kept, sums, weigh_runs(&row, kept, sums), uniform(key, 0));
+        out = pick(row, kept, sums, weigh_runs(row, kept, sums), uniform(key, 0));
     }
     free(sums);
     free(h);
     free(known);
+    return out;
+}
+
+static void draw_task(void *arg, int64_t task) {
+    const draw_job *job = arg;
+    weighing row = {job->logits + job->rows[task] * job->width, job->width, job->peak[task], job->temperature[task],
+                    job->floor[task], NULL};
+    job->out[task] = isfinite(row.peak) ? draw_from(&row, job->top_k[task], job->top_p[task], job->keys + 3 * task) : 0;
+}
+
+int64_t quire_draw_one(const float *logits, int64_t width, float peak, const draw_rule *rule) {
+    float below = rule->temperature * rule->log_min_p;
+    weighing row = {logits, width, peak, rule->temperature, peak + below, NULL};
+    return isfinite(peak) ? draw_from(&row, rule->top_k, rule->top_p, rule->key) : -1;
 }
 
 /* Token out[i] of row rows[i], drawn from what top_k (0: no limit), top_p (1 or more: none) and the floor leave, with the

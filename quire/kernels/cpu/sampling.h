@@ -1,0 +1,15 @@
+/* Draws one token from one row of logits, for whoever draws between the steps of a draft model. */
+#pragma once
+#include <stdint.h>
+
+/* What one sequence draws with; a temperature of 0 or less: the likeliest token. `DrawRule` of quire/ops/cpu_drafts.py. */
+typedef struct {
+    float temperature, log_min_p;
+    int64_t top_k; /* 0: no limit */
+    double top_p;  /* 1 or more: none */
+    int64_t key[3]; /* seed, sequence index, position */
+} draw_rule;
+
+/* The token that `quire_draw` gives a row [width] with the largest logit `peak`; -1 where there is no memory for it or the
+ * peak is not finite. */
+int64_t quire_draw_one(const float *logits, int64_t width, float peak, const draw_rule *rule);
