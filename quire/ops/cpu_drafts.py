@@ -54,7 +54,7 @@ class Guesses:
     """[passes, sequences]"""
     chances: npt.NDArray[np.float32]
     """[1 + passes, sequences]: of the chains before, and with each token, by the head's own account; less than 0 where
-    its logits are not finite. A token that is drawn changes nothing."""
+    its logits are not finite."""
     passes: int = 0
     """That were run."""
 
@@ -66,8 +66,7 @@ class Chain:
     guessed: Tensor | None
     """The tokens that its logits stand for; None: all."""
     floor: float
-    """A chain of likeliest tokens ends before the one with which its chance, by the head's own account, falls below
-    this."""
+    """A chain ends before the token with which its chance, by the head's own account, falls below this."""
     block_size: int
 
 

@@ -33,4 +33,4 @@ def _speculator(options: SpeculationOptions, gpu: bool) -> Speculator:
     cuts = options.chain_floor > 0.0 and not gpu
     ahead = gpu and options.reads_states and tree is None and options.verifier != REJECTION
     return DeviceSpeculator(most, adaptive, own_kv=options.own_kv, tree=tree, cuts=cuts, gpu=gpu, ahead=ahead,
-                            rests=gpu and options.reads_states)
+                            rests=gpu and options.reads_states, cuts_drawn=options.verifier != REJECTION)

@@ -75,9 +75,10 @@ class DeviceSpeculator(Speculator):
 
     def __init__(self, most: int, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter,
                  own_kv: bool = False, tree: TreeShape | None = None, cuts: bool = False, gpu: bool = False,
-                 ahead: bool = False, rests: bool = False) -> None:
+                 ahead: bool = False, rests: bool = False, cuts_drawn: bool = False) -> None:
         """`own_kv`: the model must read a sequence's whole text before it can draft (not so `skip_layers`).
-        `cuts`: it ends chains at unlikely drafts, so it may offer fewer than asked for. `gpu`: trees are not for
+        `cuts`: it ends chains at unlikely drafts, so it may offer fewer than asked for; `cuts_drawn`: also where they
+        are drawn at random. `gpu`: trees are not for
         sequences whose sampling depends on their text. `ahead`: see `drafts_ahead`. `rests`: it reads hidden states,
         which the target may leave out (`_head_rests`)."""
         super().__init__(most, adaptive, clock, gpu)
@@ -95,9 +96,9 @@ class DeviceSpeculator(Speculator):
         self.drafting = StepCosts(grows_like=self.times, padded=gpu)
         """Seconds of one pass of the model, by number of sequences; grows like the target's steps."""
         self._odds = PositionOdds(most)
-        self._cuts = cuts
+        self._cuts, self._cuts_drawn = cuts, cuts_drawn
         self._all_cut = cuts
-        """For the step being planned: all its chains may be cut. Chains of sampled tokens are not."""
+        """For the step being planned: all its chains may be cut. Those of sequences with changed logits are not."""
         self._offered = PositionOdds(most, prior=0.8)
         """Probability that the model offers a draft at a place, given that it offered all before."""
         self._tree_odds = PositionOdds(most, better_than=self._odds)
@@ -224,7 +225,7 @@ class DeviceSpeculator(Speculator):
     def _draftable(self, sequences: list[Sequence]) -> list[Sequence]:
         """Those without a grammar and without holes."""
         found = [seq for seq in sequences if seq.request.start_grammar is None and seq not in self._holed]
-        self._all_cut = self._cuts and all(_likeliest_alone(seq) for seq in found)
+        self._all_cut = self._cuts and all(_drawn_plainly(seq, self._cuts_drawn) for seq in found)
         return found
 
     def _paying(self, sequences: list[Sequence], num_decoding: int, room: int
@@ -589,7 +590,9 @@ class DeviceSpeculator(Speculator):
         self._usual_answer += _FOLLOW_ANSWERS * (len(seq.tokens) - seq.num_prompt_tokens - self._usual_answer)
 
 
-def _likeliest_alone(seq: Sequence) -> bool:
+def _drawn_plainly(seq: Sequence, at_random: bool) -> bool:
     """As the worker decides it (`sampling.batch.PlainDraw`), except for what changes from token to token."""
-    params = seq.request.params
-    return params.greedy or params.top_k == 1
+    request, params = seq.request, seq.request.params
+    if params.penalised or params.logit_bias or params.allowed_token_ids is not None or request.bad_words:
+        return False
+    return at_random or params.greedy or params.top_k == 1

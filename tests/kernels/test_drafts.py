@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from quire.kernels.types import StepContext
 from quire.ops.cpu_drafts import Chain, Guesses, Rules
 from quire.sampling.batch import PlainDraw, SamplingBatch, SamplingRow
 from quire.sampling.params import SamplingParams
-from quire.sampling.sampler import sample
+from quire.sampling.sampler import draw_weights, sample
 from quire.worker.eagle import rules_of
 
 WIDTH, SIZE = 20, 4
@@ -112,8 +114,13 @@ def test_a_drawn_token_is_the_samplers(variant_ops, randn, width):
     wanted = sample(spread, SamplingBatch.build(rows, spread.shape[1]))
     found = variant_ops.guess(logits, ids, rules(rows, spread.shape[1]))
     assert found.tokens[0].tolist() == wanted.token_ids.tolist()
-    drawn = [not row.params.greedy and row.params.top_k != 1 for row in rows]
-    assert (found.chances[1][drawn] == 1.0).all()
+    everything = [row.ahead(()) for row in rows]
+    for row in everything:  # by its chance among the tokens that top_p alone leaves for the first attempt: all
+        row.params = replace(row.params, top_p=1.0 if row.params.top_k <= 0 else row.params.top_p)
+    weights = draw_weights(spread, SamplingBatch.build(everything, spread.shape[1])).double()
+    shares = (weights / weights.sum(1, keepdim=True)).gather(1, wanted.token_ids[:, None])[:, 0]
+    drawn = torch.tensor([not row.params.greedy and row.params.top_k != 1 for row in rows])
+    torch.testing.assert_close(torch.from_numpy(found.chances[1]).double()[drawn], shares[drawn], rtol=1e-5, atol=1e-9)
     logits[4, width // 2] = torch.nan
     broken = variant_ops.guess(logits, ids, rules(rows, spread.shape[1]))
     assert broken.tokens[0, 4] == -1 and broken.chances[1, 4] == -1.0
@@ -142,8 +149,9 @@ def test_a_drawn_chain_in_one_call_is_the_chain_step_by_step(variant_ops, randn,
     ctx, _ = a_step(starts, [1] * len(starts))
     found = Guesses(np.empty((passes, len(ids)), np.int64), np.ones((passes + 1, len(ids)), np.float32))
     given = rules(rows, 40)
-    assert toy.recorder.run_chain(torch.tensor(ids), ctx, [toy.kept], found, Chain(None, 0.5, SIZE), rules=given)
-    assert found.passes == passes and found.tokens.tolist() == tokens and (found.chances == 1.0).all()
+    assert toy.recorder.run_chain(torch.tensor(ids), ctx, [toy.kept], found, Chain(None, 0.0, SIZE), rules=given)
+    assert found.passes == passes and found.tokens.tolist() == tokens
+    assert (np.diff(found.chances, axis=0) <= 0.0).all() and (found.chances > 0.0).all()
     assert given is not None and [rule.key[2] for rule in given] == [row.position + passes for row in rows]
 
 

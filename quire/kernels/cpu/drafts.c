@@ -98,16 +98,13 @@ static void guess_task(void *arg, int64_t r) {
     int64_t found = largest(x, job->width);
     float chance = found < 0 ? -1.0f : share(x, job->width, x[found]);
     if (!(chance > 0.0f)) found = -1; /* a NaN among them */
-    if (found >= 0 && rule) {
-        found = quire_draw_one(x, job->width, x[found], rule);
-        chance = 1.0f;
-    }
+    if (found >= 0 && rule) found = quire_draw_one(x, job->width, x[found], rule, &chance);
     job->chances[r] = found < 0 ? -1.0f : chance;
     job->tokens[r] = found < 0 ? -1 : job->ids ? job->ids[found] : found;
 }
 
-/* The likeliest token of each row of logits [rows, width] and its probability, or one drawn by the row's rule (`rules` NULL:
- * none is), whose chance is 1: nobody ends a chain by it. `ids` are the tokens that the columns stand for (NULL: their own
+/* The likeliest token of each row of logits [rows, width], or one drawn by the row's rule (`rules` NULL: none is), and its
+ * probability among those that it was drawn from. `ids` are the tokens that the columns stand for (NULL: their own
  * numbers). -1 and a chance of -1: the logits are not finite, or there was no memory to draw. */
 EXPORT void quire_guess(const float *logits, int64_t rows, int64_t width, const int64_t *ids, const draw_rule *rules,
                         int64_t *tokens, float *chances) {

@@ -242,8 +242,8 @@ static double uniform(const int64_t *key, uint32_t attempt) {
 
 /* Under top_p alone: a token of the row is kept if those before it in the order have less than that share of the weight;
  * else they are drawn from, with the next random number. */
-static int64_t draw_nucleus(const weighing *row, double top_p, const int64_t *key, int64_t *sums) {
-    int64_t total = weigh_runs(row, NULL, sums), token = pick(row, NULL, sums, total, uniform(key, 0));
+static int64_t draw_nucleus(const weighing *row, double top_p, const int64_t *key, int64_t *sums, int64_t *all) {
+    int64_t total = *all = weigh_runs(row, NULL, sums), token = pick(row, NULL, sums, total, uniform(key, 0));
     double wanted = top_p * (double)total;
     for (uint32_t attempt = 1;; attempt++) {
         limit before = {row->x[token], token - 1};
@@ -262,8 +262,8 @@ typedef struct {
     int64_t *out;
 } draw_job;
 
-/* One token of a row, or -1 without memory. */
-static int64_t draw_from(weighing *row, int64_t top_k, double top_p, const int64_t *key) {
+/* One token of a row, or -1 without memory; `total`: the weight of all that it was drawn from first. */
+static int64_t draw_from(weighing *row, int64_t top_k, double top_p, const int64_t *key, int64_t *total) {
     int64_t runs = (row->width + RUN - 1) / RUN, out = -1;
     int32_t is_cut = top_k > 0 || top_p < 1.0;
     limit cut = {-INFINITY, row->width};
@@ -276,28 +276,37 @@ static int64_t draw_from(weighing *row, int64_t top_k, double top_p, const int64
         row->known = known;
     }
     if (ok && is_cut && top_k == 0) {
-        out = draw_nucleus(row, top_p, key, sums);
+        out = draw_nucleus(row, top_p, key, sums, total);
     } else if (ok && (top_k == 0 || find_limit(row, h, top_k, top_p, &cut))) {
         const limit *kept = is_cut ? &cut : NULL;
-        out = pick(row, kept, sums, weigh_runs(row, kept, sums), uniform(key, 0));
+        *total = weigh_runs(row, kept, sums);
+        out = pick(row, kept, sums, *total, uniform(key, 0));
     }
     free(sums);
     free(h);
     free(known);
+    row->known = NULL;
     return out;
 }
 
 static void draw_task(void *arg, int64_t task) {
     const draw_job *job = arg;
+    int64_t total;
     weighing row = {job->logits + job->rows[task] * job->width, job->width, job->peak[task], job->temperature[task],
                     job->floor[task], NULL};
-    job->out[task] = isfinite(row.peak) ? draw_from(&row, job->top_k[task], job->top_p[task], job->keys + 3 * task) : 0;
+    job->out[task] = !isfinite(row.peak) ? 0
+                     : draw_from(&row, job->top_k[task], job->top_p[task], job->keys + 3 * task, &total);
 }
 
-int64_t quire_draw_one(const float *logits, int64_t width, float peak, const draw_rule *rule) {
-    float below = rule->temperature * rule->log_min_p;
+int64_t quire_draw_one(const float *logits, int64_t width, float peak, const draw_rule *rule, float *chance) {
+    float below = rule->temperature * rule->log_min_p, mine;
     weighing row = {logits, width, peak, rule->temperature, peak + below, NULL};
-    return isfinite(peak) ? draw_from(&row, rule->top_k, rule->top_p, rule->key) : -1;
+    int64_t total = 0, found = isfinite(peak) ? draw_from(&row, rule->top_k, rule->top_p, rule->key, &total) : -1;
+    if (found >= 0) {
+        scaled(&row, found, 1, &mine);
+        *chance = (float)((double)mine / (double)total);
+    }
+    return found;
 }
 
 /* Token out[i] of row rows[i], drawn from what top_k (0: no limit), top_p (1 or more: none) and the floor leave, with the

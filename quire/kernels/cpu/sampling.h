@@ -10,6 +10,6 @@ typedef struct {
     int64_t key[3]; /* seed, sequence index, position */
 } draw_rule;
 
-/* The token that `quire_draw` gives a row [width] with the largest logit `peak`; -1 where there is no memory for it or the
- * peak is not finite. */
-int64_t quire_draw_one(const float *logits, int64_t width, float peak, const draw_rule *rule);
+/* The token that `quire_draw` gives a row [width] with the largest logit `peak`, and its share of what it was drawn from first;
+ * -1 where there is no memory for it or the peak is not finite. */
+int64_t quire_draw_one(const float *logits, int64_t width, float peak, const draw_rule *rule, float *chance);

@@ -28,8 +28,8 @@ _KNOWN_TRITON = "3.6."
 """Both are those of the measurements: others compile as they go."""
 _LEAST_CORES = 8
 _CORES_OF_A_PROCESS = 4
-"""Threads of each: a kernel takes Python's lock for a seventh of its time. On 16 cores of an H200's host all kernels took
-12.4 s with 8 threads, 10.9 s with 4."""
+"""Threads of each: a kernel takes Python's lock for a seventh of its time. On 16 cores of an H200's host all kernels
+took 12.4 s with 8 threads, 10.9 s with 4."""
 _PATIENCE = 60.0
 """Seconds from the start of the processes after which they are ended."""
 _log = logging.getLogger(__name__)
