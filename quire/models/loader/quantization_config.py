@@ -115,7 +115,7 @@ def _compressed(stored: Mapping[str, Any]) -> IntegerScheme:
     check_status(stored)
     groups = weight_groups(stored)
     if not groups:
-        refuse("config_groups", stored.get("config_groups"))
+        refuse("config_groups", stored.get("config_groups"), " without a kv_cache_scheme: no group has weights")
     bits: dict[int, None] = {}
     sizes: dict[int | None, None] = {}
     for place, group in groups.items():
@@ -131,9 +131,9 @@ def _compressed(stored: Mapping[str, Any]) -> IntegerScheme:
 
 def _compressed_group(stored: Mapping[str, Any], place: str, group: Mapping[str, Any]) -> tuple[int, int | None]:
     """Bits and group size of one group of layers."""
-    check_format(stored, place, group, _COMPRESSED_FORMATS)
     weights: Mapping[str, Any] = group["weights"]
     check_values(weights, _WEIGHTS, f"{place}.weights.")
+    check_format(stored, place, group, _COMPRESSED_FORMATS)
     for field, value in _activations(place, group):
         refuse(field, value, "; activations may be left alone or quantized to int8 per token at run time (dynamic)")
     width = _width(weights, "num_bits", _WIDTHS, f"{place}.weights.")
