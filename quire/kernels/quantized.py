@@ -364,6 +364,11 @@ class Mxfp4Weight(CodedWeight):
         return (grouped * torch.exp2(self.scales.to(torch.float32) - 127).unsqueeze(-1)).flatten(1)
 
 
+def are_scales(values: Tensor) -> bool:
+    """Whether numbers can be divided by all of them, and multiplied again."""
+    return bool(((values > 0) & values.isfinite()).all())
+
+
 def joined(parts: Sequence[QuantizedWeight], dim: int) -> QuantizedWeight:
     """Parts of one form, one below the other (dim 0) or side by side (dim 1)."""
     import torch

@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 from quire.errors import ModelLoadError, UnsupportedModelError
 from quire.layers.spec import Activation
 from quire.models.loader.fp8_config import fp8_scheme
-from quire.models.loader.quantization_config import FIELD as QUANTIZATION
 from quire.models.loader.quantization_config import integer_scheme
+from quire.models.loader.quantization_fields import FIELD as QUANTIZATION
+from quire.models.loader.quantization_fields import only_keys_and_values
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -57,7 +58,7 @@ class ConfigReader:
                 self.allow(field, *allowed)
         stored = self.get(QUANTIZATION)
         known = integer_scheme(self._config) is not None or fp8_scheme(self._config) is not None
-        if QUANTIZATION not in handled and not known and stored is not None:
+        if QUANTIZATION not in handled and not known and stored is not None and not only_keys_and_values(stored):
             self.refuse(QUANTIZATION, stored)
 
     def fail(self, field: str, why: str) -> NoReturn:

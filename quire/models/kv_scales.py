@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
+from quire.kernels.quantized import are_scales
 from quire.kernels.types import LayerCache
 from quire.models.shard import Shard
 
@@ -24,7 +25,7 @@ class KVScales:
             return
         heads = self._shard.spec.layers[layer].attention.num_kv_heads
         values = scale.to(torch.float32).flatten()
-        if values.numel() not in (1, heads) or not bool(((values > 0) & values.isfinite()).all()):
+        if values.numel() not in (1, heads) or not are_scales(values):
             raise ModelLoadError(f"tensor {name!r} is no scale of {heads} kv heads: one positive number, or one each")
         self._found[layer, part] = values.expand(heads)
 

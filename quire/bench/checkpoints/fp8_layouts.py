@@ -13,6 +13,7 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448
 """Number of e4m3."""
 _BLOCK = 128
+_LEAST_SCALE = 1e-12
 
 
 def fp8(strategy: str = "channel", scale: str = "weight_scale") -> Packer:
@@ -23,12 +24,13 @@ def fp8(strategy: str = "channel", scale: str = "weight_scale") -> Packer:
         if strategy == "block":
             tall, wide = -(-rows // _BLOCK), -(-columns // _BLOCK)
             filled = torch.nn.functional.pad(weight, (0, wide * _BLOCK - columns, 0, tall * _BLOCK - rows))
-            scales = filled.view(tall, _BLOCK, wide, _BLOCK).abs().amax((1, 3)) / LARGEST
+            scales = (filled.view(tall, _BLOCK, wide, _BLOCK).abs().amax((1, 3)) / LARGEST).clamp(min=_LEAST_SCALE)
             full = scales.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
         else:
-            scales = (weight.abs().amax(1, keepdim=True) if strategy == "channel" else weight.abs().max()) / LARGEST
+            largest = weight.abs().amax(1, keepdim=True) if strategy == "channel" else weight.abs().max()
+            scales = (largest / LARGEST).clamp(min=_LEAST_SCALE)
             full = scales.expand(rows, columns)
-        codes = (weight / full.clamp(min=1e-12)).to(FP8)
+        codes = (weight / full).to(FP8)
         return {"weight": codes, scale: scales}, codes.float() * full
 
     return pack

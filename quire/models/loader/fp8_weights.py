@@ -5,6 +5,7 @@
 | blocks (Qwen3-FP8, DeepSeek) | weight [N, K] | weight_scale_inv [N/128, K/128] | none |
 | compressed-tensors | weight | weight_scale: one number, [N, 1], or of blocks | input_scale, if static |
 | ModelOpt | weight | weight_scale: one number | input_scale |
+| transformers, without blocks | weight | weight_scale_inv: one number | activation_scale, if static |
 
 A weight is code * scale. What has no scales beside it is stored as floats, whatever the config leaves out.
 """
@@ -20,10 +21,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.kernels.quantized import Fp8Weight, StoredWeight
+from quire.kernels.quantized import Fp8Weight, StoredWeight, are_scales
 from quire.kernels.unread import UnreadRows, rows_of
 from quire.models.loader import safetensors
-from quire.models.loader.fp8_config import Fp8Scheme
+from quire.models.loader.fp8_config import Fp8Scheme, ScaleNames
 from quire.models.loader.members import Axes, MemberCut, Members, read_members
 from quire.models.spec import Shape
 from quire.models.stored_parts import Ranges, StoredParts
@@ -34,24 +35,24 @@ def read(
 ) -> Iterator[tuple[str, StoredWeight]]:
     """(name, weight) of a checkpoint, floats in the type they are stored in; with `parts` those parts of them.
     `unread`: large ones are left in their files."""
-    known = ("weight", scheme.scale, "input_scale")
     found: dict[str, set[str]] = {}
     for name in safetensors.tensor_names(folder):
         module, _, member = name.rpartition(".")
-        if member in known:
-            found.setdefault(module, set()).add(member)
-    members = {module: frozenset(held) for module, held in found.items() if {"weight", scheme.scale} <= held}
+        found.setdefault(module, set()).add(member)
+    named = {module: names for module, held in found.items() if (names := scheme.scales_of(held)) is not None}
+    members = {module: frozenset(found[module] & {"weight", names.weight, names.inputs})
+               for module, names in named.items()}
 
     def make(module: str, have: Members, cut: MemberCut | None) -> StoredWeight:
-        return _Reader(module, have, scheme).weight()
+        return _Reader(module, have, scheme, named[module]).weight()
 
     def cut_of(module: str, shapes: Mapping[str, Shape], shape: Shape, wanted: Ranges) -> MemberCut | None:
         axes: dict[str, Axes] = {"weight": ((0, 1), (1, 1))}
-        block, scales = scheme.block or shape[1], shapes[scheme.scale]
+        name, block = named[module].weight, scheme.block or shape[1]
         if scheme.block is not None:
-            axes[scheme.scale] = ((0, block), (1, block))
-        elif math.prod(scales) != 1:
-            axes[scheme.scale] = ((0, 1), (1, block))[: len(scales)]
+            axes[name] = ((0, block), (1, block))
+        elif math.prod(shapes[name]) != 1:
+            axes[name] = ((0, 1), (1, block))[: len(shapes[name])]
         return MemberCut(shape, wanted, axes, block)
 
     return read_members(folder, members, make, cut_of, parts, fp8=True, unread=unread)
@@ -60,10 +61,11 @@ def read(
 class _Reader:
     """Makes one weight of its members; a shape that cannot be is refused with the tensor's name."""
 
-    def __init__(self, module: str, members: Members, scheme: Fp8Scheme) -> None:
+    def __init__(self, module: str, members: Members, scheme: Fp8Scheme, names: ScaleNames) -> None:
         self._module = module
         self._members = members
         self._scheme = scheme
+        self._names = names
 
     def weight(self) -> StoredWeight:
         codes = self._members["weight"]
@@ -79,11 +81,8 @@ class _Reader:
 
     def _scales(self, rows: int, columns: int) -> Tensor:
         """float32 [rows, 1], or [rows, columns / block]."""
-        name, block = self._scheme.scale, self._scheme.block
-        scales = self._tensor(name)
-        if not scales.is_floating_point() or scales.dtype.itemsize < 2:
-            self._refuse(name, "floats")
-        scales = scales.to(torch.float32)
+        name, block = self._names.weight, self._scheme.block
+        scales = self._numbers(name)
         if block is not None:
             if tuple(scales.shape) != (-(-rows // block), -(-columns // block)):
                 self._refuse(name, f"a weight of {rows} x {columns} in blocks of {block} x {block}")
@@ -93,16 +92,31 @@ class _Reader:
         return scales.reshape(-1, 1).expand(rows, 1).contiguous()
 
     def _input_scale(self) -> float | None:
-        held = self._tensor("input_scale") if "input_scale" in self._members else None
+        name = self._names.inputs
         if not self._scheme.fixed_inputs:
-            if held is not None:
-                self._refuse("input_scale", "activations that find their own scales")
+            if name in self._members:
+                self._refuse(name, "activations that find their own scales")
             return None
-        if held is None:
-            self._refuse("weight", "an input_scale beside it")
-        if held.numel() != 1 or not held.is_floating_point():
-            self._refuse("input_scale", "one number")
-        return float(held)
+        if name not in self._members:
+            self._refuse("weight", f"scales of its activations, {name}, beside it")
+        scale = self._numbers(name)
+        if scale.numel() != 1:
+            self._refuse(name, "one number")
+        return float(scale)
+
+    def _numbers(self, member: str) -> Tensor:
+        """Scales, of weights or of activations, in float32."""
+        scales = self._tensor(member)
+        if not scales.is_floating_point():
+            self._refuse(member, "floats")
+        if scales.dtype.itemsize < 2:
+            raise ModelLoadError(f"tensor {self._module + '.' + member!r}: scales of type {scales.dtype} are not "
+                                 "supported; known: float32, bfloat16, float16")  # fmt: skip
+        scales = scales.to(torch.float32)
+        if not are_scales(scales):
+            raise ModelLoadError(f"tensor {self._module + '.' + member!r} has a scale that is zero, negative, infinite "
+                                 "or no number")  # fmt: skip
+        return scales
 
     def _tensor(self, member: str) -> Tensor:
         """All of it."""

@@ -227,6 +227,9 @@ class _Reader:
 
     def _compressed_zeros(self, shape: tuple[int, ...], bits: int) -> Tensor:
         stored = self._tensor("weight_zero_point") if "weight_zero_point" in self._members else None
+        if stored is None and self._scheme.zero_points:
+            raise ModelLoadError("quantization_config says zero points (symmetric=false), but "
+                                 f"{self._module} has no weight_zero_point")  # fmt: skip
         if stored is None:
             return torch.full(shape, 1 << (bits - 1), dtype=torch.int16)
         if stored.dtype is torch.int32 and stored.dim() == 2 and "weight_packed" in self._members:

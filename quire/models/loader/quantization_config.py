@@ -8,19 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-from quire.errors import UnsupportedModelError
-from quire.models.loader.fp8_config import check_extras, check_status, fp8_scheme
+from quire.models.loader.fp8_config import fp8_scheme
+from quire.models.loader.quantization_fields import (
+    FIELD,
+    FLAG,
+    Values,
+    check_extras,
+    check_format,
+    check_status,
+    check_values,
+    group_size,
+    only_keys_and_values,
+    refuse,
+    weight_groups,
+)
 
 Layout = Literal["awq", "gptq", "compressed-tensors"]
-FIELD = "quantization_config"
 METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4", "fp8", "modelopt")
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
-_COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
-_STRATEGIES = ("group", "channel", "tensor")
-_ACT_ORDERS = ("group", "dynamic", True)
+_GPTQ_FLAGS: dict[str, Values] = {"desc_act": FLAG, "static_groups": FLAG, "sym": FLAG}
+_WORDS: dict[str, Values] = {"pack_dtype": ("int32", None)}
+_COMPRESSED_FORMATS: Values = ("pack-quantized", "int-quantized", "naive-quantized")
+_ACT_ORDERS: Values = ("group", "dynamic", True)
 """Values of `actorder` with which groups are no neighbours; other orders leave no trace in the file."""
+_WEIGHTS: dict[str, Values] = {"type": ("int", None), "strategy": ("group", "channel", "tensor", None),
+                               "dynamic": (False, None), "symmetric": FLAG,
+                               "actorder": (*_ACT_ORDERS, "weight", "static", False, None)}  # fmt: skip
 _WIDTHS = (4, 8)
 
 
@@ -40,18 +55,20 @@ class IntegerScheme:
     order_field: str | None = None
     """The field that says act-order: every weight of several groups then says which column is in which. None: a weight
     may say so, or not."""
+    zero_points: bool = False
+    """Every weight of compressed-tensors must have some. False: it may, or not."""
 
 
 def integer_scheme(config: Mapping[str, Any]) -> IntegerScheme | None:
-    """Of a model's config; None where weights are floats (or MXFP4). UnsupportedModelError names the field."""
+    """Of a model's config; None where weights are floats (or fp8, MXFP4). UnsupportedModelError names the field."""
     stored = config.get(FIELD)
     if stored is None:
         return None
     if not isinstance(stored, Mapping):
-        _refuse("", stored)
+        refuse("", stored)
     check_extras(stored)
     method = stored.get("quant_method")
-    if method == "mxfp4" or fp8_scheme(config) is not None:
+    if method == "mxfp4" or only_keys_and_values(stored) or fp8_scheme(config) is not None:
         return None
     if method == "awq":
         return _awq(stored)
@@ -59,32 +76,32 @@ def integer_scheme(config: Mapping[str, Any]) -> IntegerScheme | None:
         return _gptq(stored)
     if method == "compressed-tensors":
         return _compressed(stored)
-    _refuse("quant_method", method, f"; known: {', '.join(METHODS)}")
+    refuse("quant_method", method, f"; known: {', '.join(METHODS)}")
 
 
 def _awq(stored: Mapping[str, Any]) -> IntegerScheme:
     version = stored.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
-        _refuse("version", version, "; known: gemm")
+        refuse("version", version, "; known: gemm")
     field, form = _file_format(stored, "gemm")
     if form != "gemm":
-        _refuse(field, form, "; known: gemm")
-    _check_words(stored)
+        refuse(field, form, "; known: gemm")
+    check_values(stored, _WORDS)
     if stored.get("zero_point", True) is not True:
-        _refuse("zero_point", stored["zero_point"], "; AWQ checkpoints store zero points")
-    return IntegerScheme("awq", (_width(stored, "bits", (4,)),), (_group(stored, "group_size"),))
+        refuse("zero_point", stored["zero_point"], "; AWQ checkpoints store zero points")
+    return IntegerScheme("awq", (_width(stored, "bits", (4,)),), (group_size(stored),))
 
 
 def _gptq(stored: Mapping[str, Any]) -> IntegerScheme:
     if stored.get("is_marlin_format"):
-        _refuse("is_marlin_format", stored["is_marlin_format"])
-    _check_words(stored)
+        refuse("is_marlin_format", stored["is_marlin_format"])
+    check_values(stored, _WORDS | _GPTQ_FLAGS)
     field, form = _file_format(stored, "gptq")
     if form not in _GPTQ_FORMATS:
-        _refuse(field, form, f"; known: {', '.join(_GPTQ_FORMATS)}")
+        refuse(field, form, f"; known: {', '.join(_GPTQ_FORMATS)}")
     shift = 1 if form == "gptq" else 0
     order = "desc_act" if stored.get("desc_act") and not stored.get("static_groups") else None
-    return IntegerScheme("gptq", (_width(stored, "bits", _WIDTHS),), (_group(stored, "group_size"),), shift,
+    return IntegerScheme("gptq", (_width(stored, "bits", _WIDTHS),), (group_size(stored),), shift,
                          order_field=order)
 
 
@@ -94,45 +111,35 @@ def _file_format(stored: Mapping[str, Any], default: str) -> tuple[str, str]:
     return field, stored.get(field) or default
 
 
-def _check_words(stored: Mapping[str, Any]) -> None:
-    if stored.get("pack_dtype", "int32") not in ("int32", None):
-        _refuse("pack_dtype", stored["pack_dtype"], "; known: int32")
-
-
 def _compressed(stored: Mapping[str, Any]) -> IntegerScheme:
     check_status(stored)
-    groups = stored.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        _refuse("config_groups", groups)
+    groups = weight_groups(stored)
+    if not groups:
+        refuse("config_groups", stored.get("config_groups"), " without a kv_cache_scheme: no group has weights")
     bits: dict[int, None] = {}
     sizes: dict[int | None, None] = {}
-    for name, group in groups.items():
-        width, size = _compressed_group(f"config_groups.{name}", group, stored.get("format"))
+    for place, group in groups.items():
+        width, size = _compressed_group(stored, place, group)
         bits[width], sizes[size] = None, None
-    dynamic = all(isinstance(group, Mapping) and group.get("input_activations") is not None
-                  for group in groups.values())
-    ordered = all(group["weights"].get("actorder") in _ACT_ORDERS for group in groups.values())
+    weights = [group["weights"] for group in groups.values()]
+    dynamic = all(group.get("input_activations") is not None for group in groups.values())
+    ordered = all(each.get("actorder") in _ACT_ORDERS for each in weights)
     return IntegerScheme("compressed-tensors", tuple(bits), tuple(sizes), int8_rows=dynamic,
-                         order_field="actorder" if ordered else None)
+                         order_field="actorder" if ordered else None,
+                         zero_points=all(each.get("symmetric") is False for each in weights))
 
 
-def _compressed_group(place: str, group: object, whole_format: object) -> tuple[int, int | None]:
+def _compressed_group(stored: Mapping[str, Any], place: str, group: Mapping[str, Any]) -> tuple[int, int | None]:
     """Bits and group size of one group of layers."""
-    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-        _refuse(place, group)
-    form = group.get("format") or whole_format
-    if form not in _COMPRESSED_FORMATS:
-        _refuse("format", form, f"; known: {', '.join(_COMPRESSED_FORMATS)}")
     weights: Mapping[str, Any] = group["weights"]
-    for field, known in (("type", ("int",)), ("strategy", _STRATEGIES), ("dynamic", (False, None))):
-        if weights.get(field, known[0]) not in known:
-            _refuse(f"{place}.weights.{field}", weights.get(field), f"; known: {', '.join(map(str, known))}")
+    check_values(weights, _WEIGHTS, f"{place}.weights.")
+    check_format(stored, place, group, _COMPRESSED_FORMATS)
     for field, value in _activations(place, group):
-        _refuse(field, value, "; activations may be left alone or quantized to int8 per token at run time (dynamic)")
+        refuse(field, value, "; activations may be left alone or quantized to int8 per token at run time (dynamic)")
     width = _width(weights, "num_bits", _WIDTHS, f"{place}.weights.")
-    if weights.get("strategy", "tensor") != "group":
+    if weights.get("strategy") != "group":
         return width, None
-    return width, _group(weights, "group_size", f"{place}.weights.")
+    return width, group_size(weights, place=f"{place}.weights.")
 
 
 def _activations(place: str, group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -155,17 +162,5 @@ def _activations(place: str, group: Mapping[str, Any]) -> Iterator[tuple[str, An
 def _width(stored: Mapping[str, Any], field: str, known: tuple[int, ...], place: str = "") -> int:
     value = stored.get(field)
     if isinstance(value, bool) or not isinstance(value, int) or value not in known:
-        _refuse(place + field, value, f"; known: {', '.join(map(str, known))}")
+        refuse(place + field, value, f"; known: {', '.join(map(str, known))}")
     return value
-
-
-def _group(stored: Mapping[str, Any], field: str, place: str = "") -> int | None:
-    value = stored.get(field, 128)
-    if isinstance(value, bool) or not isinstance(value, int) or not (value == -1 or 0 < value < 1 << 24):
-        _refuse(place + field, value, "; it is a number of columns, or -1")
-    return None if value == -1 else value
-
-
-def _refuse(field: str, value: object, hint: str = "") -> NoReturn:
-    name = f"{FIELD}.{field}" if field else FIELD
-    raise UnsupportedModelError(f"config.json: {name}={value!r:.200} is not supported{hint}")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelLoadError
-from quire.models.loader.fp8_config import FIELD
 from quire.models.loader.json_file import read_json_object
+from quire.models.loader.quantization_fields import FIELD
 
 MODELOPT_FILE = "hf_quant_config.json"
 GPTQ_FILE = "quantize_config.json"

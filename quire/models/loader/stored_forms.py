@@ -47,7 +47,7 @@ def folder_forms(folder: Path, config: Mapping[str, Any]) -> dict[str, StoredFor
     integers, fp8 = integer_scheme(config), fp8_scheme(config)
     if fp8 is not None:
         form = StoredForm("fp8", 8, fp8.block)
-        return {module: form for module, held in _modules(folder) if fp8.scale in held and "weight" in held}
+        return {module: form for module, held in _modules(folder) if fp8.scales_of(held) is not None}
     if integers is not None:
         return dict(_integer_forms(folder, config, integers))
     quantization = config.get("quantization_config")

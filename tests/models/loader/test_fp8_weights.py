@@ -21,7 +21,7 @@ from quire.models.registry import read_spec
 from quire.models.shard import shard_of
 from quire.ops.reference import TorchOps
 from quire.parallel.place import Place
-from tests.fp8_checkpoints import BLOCKS, KINDS, MODELOPT, compressed_fp8, fp8, static
+from tests.fp8_checkpoints import BLOCKS, KINDS, MODELOPT, TRANSFORMERS, compressed_fp8, fp8, static
 from tests.integer_checkpoints import write_checkpoint
 from tests.paged_driver import PagedDriver
 
@@ -69,18 +69,49 @@ def test_experts_and_latents_as_deepseek_v3_publishes_them(tmp_path: Path) -> No
     assert all(torch.equal(each, want) for each in found)
 
 
+def floats(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    return {"weight": weight}, weight
+
+
 KV_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True, "strategy": "tensor"}
+NO_WEIGHTS: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": KV_SCHEME}
+ONLY_KV: list[tuple[dict[str, Any], str]] = [
+    (NO_WEIGHTS, "{}_scale"),
+    (NO_WEIGHTS | {"config_groups": {}}, "{}_scale"),
+    (NO_WEIGHTS | {"config_groups": {"group_0": {"targets": [], "weights": None}}}, "{}_scale"),
+    (MODELOPT | {"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "{}_proj.{}_scale"),
+    (MODELOPT | {"quant_algo": None, "kv_cache_scheme": KV_SCHEME}, "{}_proj.{}_scale"),
+]
+"""Checkpoints that quantize nothing else."""
+
+
+@pytest.mark.parametrize("config", [config for config, _ in ONLY_KV])
+def test_where_keys_and_values_alone_are_quantized_weights_are_floats(config: dict[str, Any], tmp_path: Path) -> None:
+    expected = write_checkpoint(tmp_path, floats, config)
+    source = resolve_model(str(tmp_path))
+    assert not source.stores_codes and source.stored_forms() == {}
+    for weights in (source.weights, source.stored_weights, source.unread_weights):
+        found = dict(weights())
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], want) for name, want in expected.items())  # type: ignore[arg-type]
+
+
+def test_fp8_weights_that_the_config_does_not_know_of_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, fp8(), NO_WEIGHTS)
+    with pytest.raises(ModelLoadError, match=r"_proj\.weight.*float8_e4m3fn"):
+        list(resolve_model(str(tmp_path)).stored_weights())
 
 
 @pytest.mark.parametrize(("config", "part"), [
     (compressed_fp8() | {"kv_cache_scheme": KV_SCHEME}, "{}_scale"),
     (MODELOPT | {"kv_cache_quant_algo": "FP8"}, "{}_proj.{}_scale"),
+    *ONLY_KV,
 ])  # fmt: skip
 def test_scales_of_keys_and_values_come_to_the_fp8_caches_of_their_layers_and_ranks(
     config: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
     pack = static(fp8("tensor")) if config["quant_method"] == "modelopt" else fp8()
-    write_checkpoint(tmp_path, pack, config)
+    write_checkpoint(tmp_path, floats if (config, part) in ONLY_KV else pack, config)
     stored = load_file(tmp_path / "model.safetensors")
     heads = json.loads((tmp_path / "config.json").read_text())["num_key_value_heads"]
     for_layer = "model.layers.1.self_attn."
@@ -136,7 +167,11 @@ def test_a_file_of_older_tools_says_frozen_and_is_read_as_its_tensors_are(tmp_pa
 
 CHANGED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (BLOCKS, {"weight_block_size": [64, 128]}, "weight_block_size"),
-    (BLOCKS, {"activation_scheme": "static"}, "weight_block_size"),
+    (BLOCKS, {"activation_scheme": "static"}, "activation_scheme"),
+    (BLOCKS, {"scale_fmt": "banana"}, "scale_fmt"),
+    (TRANSFORMERS, {"activation_scheme": ["static"]}, "activation_scheme"),
+    (MODELOPT, {"quant_algo": None}, "quant_algo"),
+    (NO_WEIGHTS, {"kv_cache_scheme": KV_SCHEME | {"num_bits": 4}}, "kv_cache_scheme.num_bits"),
     (BLOCKS, {"fmt": "e5m2"}, "fmt"),
     (MODELOPT, {"quant_algo": "NVFP4"}, "quant_algo"),
     (MODELOPT, {"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme.num_bits"),
@@ -158,13 +193,57 @@ def test_what_is_not_supported_is_refused_by_its_field(
 
 @pytest.mark.parametrize(("part", "field", "value"), [
     ("weights", "num_bits", 4), ("weights", "strategy", "group"), ("input_activations", "strategy", "tensor"),
-    ("weights", "symmetric", False),
+    ("weights", "symmetric", False), ("weights", "symmetric", "no"), ("input_activations", "group_size", -5),
 ])  # fmt: skip
 def test_a_group_of_layers_is_refused_by_its_field(part: str, field: str, value: Any) -> None:
     config = json.loads(json.dumps(compressed_fp8()))
     config["config_groups"]["group_0"][part][field] = value
     with pytest.raises(UnsupportedModelError, match=f"group_0.{part}.{field}="):
         fp8_scheme({"quantization_config": config})
+
+
+@pytest.mark.parametrize(("group", "field"), [
+    ("x", ""), (None, ""), ({"weights": "x"}, ".weights"),
+    ({"weights": None, "input_activations": {"num_bits": 8}}, ".input_activations"),  # quantized attention
+    ({"weights": {"type": "int", "num_bits": 4}, "format": "pack-quantized"}, ".weights.type"),
+    ({"weights": {"type": "float"}, "format": "pack-quantized"}, ".format"),
+])  # fmt: skip
+def test_a_second_group_is_refused_by_what_is_wrong_with_it(group: Any, field: str) -> None:
+    config = json.loads(json.dumps(compressed_fp8() | {"format": "mixed-precision"}))
+    config["config_groups"]["group_0"]["format"] = "float-quantized"
+    config["config_groups"]["group_1"] = group
+    with pytest.raises(UnsupportedModelError, match=f"quantization_config.config_groups.group_1{field}="):
+        fp8_scheme({"quantization_config": config})
+
+
+def test_a_group_that_asks_for_nothing_changes_nothing() -> None:
+    config = compressed_fp8()
+    more = {**config["config_groups"], "group_1": {"targets": ["re:.*gate"]}}
+    want = fp8_scheme({"quantization_config": config})
+    assert fp8_scheme({"quantization_config": config | {"config_groups": more}}) == want is not None
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize(("kind", "member"), [
+    ("compressed, a scale a row", "weight_scale"), ("blocks", "weight_scale_inv"), ("modelopt", "input_scale"),
+    ("transformers, static", "activation_scale"),
+])  # fmt: skip
+def test_a_scale_that_is_no_positive_number_is_refused(kind: str, member: str, value: float, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, *KINDS[kind])
+    stored = load_file(tmp_path / "model.safetensors")
+    stored[f"{PROJECTION}.{member}"].view(-1)[0] = value
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=f"{PROJECTION}.{member}' has a scale that is zero"):
+        list(resolve_model(str(tmp_path)).stored_weights())
+
+
+def test_scales_that_are_exponents_are_refused_for_their_type(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, *KINDS["blocks"])
+    stored = load_file(tmp_path / "model.safetensors")
+    stored[f"{PROJECTION}.weight_scale_inv"] = stored[f"{PROJECTION}.weight_scale_inv"].to(torch.float8_e8m0fnu)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"scales of type torch\.float8_e8m0fnu are not supported"):
+        list(resolve_model(str(tmp_path)).stored_weights())
 
 
 @pytest.mark.parametrize(("member", "tensor", "complaint"), [

@@ -152,6 +152,9 @@ DYNAMIC = {"num_bits": 8, "dynamic": True}
         (AWQ | {"pack_dtype": "int16"}, "pack_dtype"),
         (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype"),
+        (GPTQ | {"desc_act": [1]}, "desc_act"),
+        (GPTQ | {"sym": "no"}, "sym"),
+        (GPTQ | {"static_groups": "x"}, "static_groups"),
         (COMPRESSED | {"format": "float-quantized"}, "format"),
         (COMPRESSED | {"format": "marlin-24"}, "format"),
         (COMPRESSED | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme.type"),
@@ -161,6 +164,13 @@ DYNAMIC = {"num_bits": 8, "dynamic": True}
         (COMPRESSED | {"config_groups": {}}, "config_groups"),
         (_group(weights={"type": "float"}), "format"),
         (_group(weights={"num_bits": 2}), "config_groups.group_0.weights.num_bits"),
+        (_group(weights={"symmetric": "no"}), "config_groups.group_0.weights.symmetric"),
+        (_group(weights={"actorder": "banana"}), "config_groups.group_0.weights.actorder"),
+        (_group(weights={"actorder": 3}), "config_groups.group_0.weights.actorder"),
+        (_group(weights={"type": ["float"]}), "config_groups.group_0.weights.type"),
+        (_group(format="marlin-24"), "config_groups.group_0.format"),
+        (COMPRESSED | {"config_groups": {"group_0": "W4A16"}}, "config_groups.group_0"),
+        (COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"]}}}, "config_groups"),
         (_group(weights={"strategy": "block"}), "config_groups.group_0.weights.strategy"),
         (_group(input_activations={"num_bits": 8, "dynamic": False}), "group_0.input_activations.dynamic"),
         (_group(input_activations={"num_bits": 8, "type": "float", "dynamic": True}), "input_activations.type"),
@@ -311,6 +321,16 @@ def test_act_order_without_the_group_of_each_column_is_refused(
               tmp_path / "model.safetensors")
     field = "desc_act" if "desc_act" in config else "actorder"
     with pytest.raises(ModelLoadError, match=rf"act-order \({field}\).*_proj has no {member}"):
+        list(resolve_model(str(tmp_path)).stored_weights())
+
+
+@pytest.mark.parametrize("kind", ["compressed with zero points", "w8a8 with zero points"])
+def test_zero_points_that_a_file_lost_are_missed(kind: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, *KEPT[kind][:2])
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({name: tensor for name, tensor in stored.items() if not name.endswith("weight_zero_point")},
+              tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"symmetric=false.*_proj has no weight_zero_point"):
         list(resolve_model(str(tmp_path)).stored_weights())
 
 
