@@ -51,14 +51,19 @@ def gpu_facts(spec: DecoderSpec, kept: Kept, sizes: tuple[int, int],
         kv = shard.kv_bytes_per_block(1, element_size=1)
         taken = _weights(shard.parameters, _kept_of(shard, kept), file)
         ranks.append({"rank": place.index, "weight_bytes": {name: taken[name] for name in shown},
-                      "kv_bytes_per_token": {"auto": 2 * kv, "fp8": kv}, **_draft(draft_of, shard)})
+                      "kv_bytes_per_token": _kv(spec, kv), **_draft(draft_of, shard)})
     kv_dtype = "fp8" if kv_cache_dtype == "fp8" else "auto"  # others are a CPU's
     tokens = {f"{size} GB": {name: min(_tokens(size, rank, name, kv_dtype) for rank in ranks) for name in whole}
               for size in _GPUS}
     elements = sum(layer.kv.elements_per_token for layer in spec.layers)
-    return {"weight_bytes": whole, "kv_bytes_per_token": {"auto": 2 * elements, "fp8": elements}, "tokens": tokens,
+    return {"weight_bytes": whole, "kv_bytes_per_token": _kv(spec, elements), "tokens": tokens,
             "tokens_kv_dtype": kv_dtype, **_draft(draft_of, shard_of(spec, Place())),
             "ranks": ranks if len(ranks) > 1 else []}
+
+
+def _kv(spec: DecoderSpec, elements: int) -> dict[str, int]:
+    """Bytes by `kv_cache_dtype`: latents are never in fp8."""
+    return {"auto": 2 * elements} if spec.has_latents else {"auto": 2 * elements, "fp8": elements}
 
 
 def _draft(draft_of: Callable[[Shard], GpuDraft] | None, shard: Shard) -> dict[str, int]:
@@ -76,8 +81,9 @@ def kept_parameters(spec: DecoderSpec, source: ModelSource, forms: Mapping[str, 
 
     names, shapes = family_of(source.config).names, spec.parameters()
     tensors = names.stored(spec) if source.is_dummy else source.tensor_names()
+    read = (*tensors, *(f"{module}.weight" for module in forms))
     found: dict[str, StoredForm | None] = dict.fromkeys(
-        ExcludedModules(source.config).parameters(tensors, names, shapes))
+        ExcludedModules(source.config).parameters(read, names, shapes))
     for target, shape in shapes.items():
         form = _form(target, names, forms) if _is_rounded(target, shape) else None
         if form is not None and form.is_read_as_codes(shape[1]):
@@ -148,7 +154,8 @@ def _held(facts: dict[str, Any]) -> str:
     taken = ", ".join(f"{_shown(name)} {size_text(size)}" for name, size in facts["weight_bytes"].items())
     kv = facts["kv_bytes_per_token"]
     drafts = f"; for drafts {draft_text(facts)}" if facts["draft_parameters"] else ""
-    return f"weights {taken}; KV per token {kv['auto']:,} bytes, in fp8 {kv['fp8']:,}{drafts}"
+    narrow = f", in fp8 {kv['fp8']:,}" if "fp8" in kv else ""
+    return f"weights {taken}; KV per token {kv['auto']:,} bytes{narrow}{drafts}"
 
 
 def _shown(name: str) -> str:

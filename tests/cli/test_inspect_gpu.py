@@ -20,7 +20,7 @@ from quire.kernels.quantized import Rounding
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.loader.source import resolve_model
 from quire.ops.triton import TritonOps
-from tests.checkpoints import config_of, make_model, weights_of
+from tests.checkpoints import config_of, make_checkpoint, make_model, weights_of
 from tests.cli.conftest import Done
 from tests.integer_checkpoints import (
     GPTQ,
@@ -145,8 +145,9 @@ def test_exclusions_that_an_engine_refuses_are_refused(said: Any, tmp_path: Path
     (gptq(group=128), GPTQ | {"group_size": 128}),
     (gptq(8, group=128), GPTQ | {"group_size": 128, "bits": 8}),
     (compressed(4, 128), compressed_config(4, 128)),
+    (compressed(4, 128), compressed_config(4, 128) | {"ignore": ["re:.*layers.1.mlp.down_proj", "lm_head"]}),
     (compressed(4, 8), compressed_config(4, 8)),
-], ids=["GPTQ", "GPTQ of 8 bits", "compressed-tensors", "groups of 8"])  # fmt: skip
+], ids=["GPTQ", "GPTQ of 8 bits", "compressed-tensors", "one excluded", "groups of 8"])  # fmt: skip
 def test_groups_that_do_not_fill_a_row_are_counted_as_floats(
     pack: Packer, config: dict[str, Any], tmp_path: Path, inside: Callable[..., Done]
 ) -> None:
@@ -174,3 +175,19 @@ def test_tokens_beside_weights_are_those_of_the_cache_that_is_asked_for(
     assert inspected(tmp_path, inside, "--kv-cache-dtype", "int8")["tokens"] == wide["tokens"], "a CPU's"
     assert "less what a step needs, KV in fp8: " in inside("inspect", str(tmp_path), "--kv-cache-dtype", "fp8").out
     assert "KV in" not in inside("inspect", str(tmp_path)).out
+
+
+def test_groups_of_16_in_4_bits_are_counted_as_floats_that_nothing_rounds(
+    tmp_path: Path, inside: Callable[..., Done]
+) -> None:
+    write_checkpoint(tmp_path, gptq(group=16), GPTQ | {"group_size": 16}, **SIZES)
+    said = agree(tmp_path, inside)
+    assert list(said) == ["none", "file"] and said["none"] == said["file"]
+
+
+def test_latents_have_no_cache_in_fp8(tmp_path: Path, inside: Callable[..., Done]) -> None:
+    make_checkpoint(tmp_path, "deepseek_v3")
+    assert inspected(tmp_path, inside)["kv_bytes_per_token"] == {"auto": 2 * 3 * 32}
+    assert "in fp8" not in inside("inspect", str(tmp_path)).out
+    done = inside("inspect", str(tmp_path), "--kv-cache-dtype", "fp8")
+    assert done.code == 1 and "latents (MLA): use kv_cache_dtype='auto'" in done.err
