@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.engine import fetch
-from quire.cli.inspect_gpu import gpu_facts, gpu_rows
+from quire.cli.inspect_gpu import gpu_facts, gpu_rows, kept_parameters
 from quire.cli.inspect_ranks import draft_text, rank_facts, rank_rows
 from quire.cli.options import add_engine_options, engine_options
 from quire.cli.terminal import size_text
@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
     in_floats = any(form.ordered for form in forms.values())  # a CPU has no kernel for act-order
     facts["file_bytes"] = facts["stored_bytes"] if source.stores_integers and not in_floats else None
     facts |= _memory(spec, config, facts["file_bytes"])
-    facts["on_gpu"] = gpu_facts(plain, source.config, forms, _sizes(config), _gpu_drafts(config),
-                                config.speculation.options is not None and config.speculation.options.reads_states)
+    reads_states = config.speculation.options is not None and config.speculation.options.reads_states
+    facts["on_gpu"] = gpu_facts(plain, kept_parameters(plain, source, forms), _sizes(config), _gpu_drafts(config),
+                                reads_states, config.cache.kv_cache_dtype)
     facts["longrope"] = _longrope(spec, config.model.max_model_len)
     print(json.dumps(facts) if args.json else _page(facts))
     return 0

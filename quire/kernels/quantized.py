@@ -27,6 +27,11 @@ StoredWeight: TypeAlias = Union["Tensor", "CodedWeight"]
 """What a reader hands over for one parameter."""
 
 
+def in_groups(width: int, group: int) -> bool:
+    """Whether a row of so many integer codes may share scales in such groups. Readers make floats of others."""
+    return group > 0 and (group == UNIT // 2 or group % UNIT == 0) and width % group == 0
+
+
 class WeightUse(Enum):
     """What a linear layer is for: a quantization made at load time treats them differently."""
 
@@ -143,7 +148,7 @@ class QuantizedWeight(CodedWeight):
         if self.bits not in BITS or not 0 <= self.zero < 1 << self.bits:
             raise ModelLoadError(f"a quantized weight has {BITS} bits and a zero in them, not {self.bits}, {self.zero}")
         n, k = self.shape
-        if self.group < 1 or (self.group != UNIT // 2 and self.group % UNIT) or k % self.group:
+        if not in_groups(k, self.group):
             raise ModelLoadError(f"{k} columns cannot share scales in groups of {self.group}")
         for part in (self.scales, self.offsets):
             if part is not None and tuple(part.shape) != (n, k // self.group):

@@ -15,10 +15,14 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from quire.models.spec import Shape
+    from quire.models.weight_names import WeightNames
 
 _CONFIG = "quantization_config"
 _FIELDS = ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")
@@ -59,6 +63,15 @@ class ExcludedModules:
     def holds(self, tensor: str) -> bool:
         """Whether a tensor belongs to an excluded module."""
         return bool(self._expressions or self._runs) and self._inside(tensor.rpartition(".")[0])
+
+    def parameters(self, tensors: Iterable[str], names: WeightNames, shapes: Mapping[str, Shape]) -> Iterator[str]:
+        """The decoder's parameters in those of a checkpoint's tensors that belong to excluded modules."""
+        for tensor in tensors:
+            if self.holds(tensor):
+                try:
+                    yield from names.parameters_in(tensor, shapes)
+                except KeyError:  # the family has none of this name: who loads the checkpoint says so
+                    continue
 
     def _inside(self, module: str) -> bool:
         """Whether a module is excluded, or lies in one that is. Modules are seldom asked for once."""

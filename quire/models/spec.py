@@ -109,12 +109,16 @@ class DecoderSpec:
 
     def with_kv_dtype(self, kv_cache_dtype: str) -> DecoderSpec:
         """The same decoder with a cache of that type; `int8` is a CPU's, other types are not a matter of the spec."""
+        if kv_cache_dtype != "auto" and self.has_latents:
+            raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is for keys and values, and {self.architecture} has "
+                              "latents (MLA): use kv_cache_dtype='auto'", field="kv_cache_dtype")
         if kv_cache_dtype != INT8_KV:
             return self
-        if any(layer.attention.latent is not None for layer in self.layers):
-            raise ConfigError(f"kv_cache_dtype {INT8_KV!r} is for keys and values, and {self.architecture} has "
-                              "latents (MLA): use kv_cache_dtype='auto'", field="kv_cache_dtype")
         return replace(self, layers=tuple(replace(layer, int8_kv=True) for layer in self.layers))
+
+    @property
+    def has_latents(self) -> bool:
+        return any(layer.attention.latent is not None for layer in self.layers)
 
     @property
     def num_layers(self) -> int:

@@ -104,6 +104,15 @@ class WeightNames:
                     return tuple(f"layers.{index}.{part.format(number)}.{kind}" for part in found)
         raise KeyError(name)
 
+    def parameters_in(self, name: str, shapes: Mapping[str, Shape]) -> list[str]:
+        """As `targets`, of a model with parameters of these shapes; of a tensor of merged experts, those of all."""
+        merged = self.merged_in(name)
+        if merged is None:
+            return list(self.targets(name))
+        layer, whole = merged
+        experts = range(_experts_of(layer, whole, shapes))
+        return [target for number in experts for target in whole.targets(layer, number)]
+
     def _in_layer(self, inner: str) -> tuple[tuple[str, ...], str]:
         """The decoder's modules that a module of a layer holds, and the expert's number where it has one."""
         numbered = _NUMBER.search(inner)
@@ -148,7 +157,7 @@ class WeightNames:
         self, name: str, tensor: StoredWeight, shapes: Mapping[str, Shape], held: Container[str], layer: str,
         merged: Merged,
     ) -> Iterator[tuple[str, StoredWeight]]:  # fmt: skip
-        count = next(number for number in itertools.count() if merged.targets(layer, number)[0] not in shapes)
+        count = _experts_of(layer, merged, shapes)
         experts = list(range(count))
         if not count:
             raise KeyError(name)
@@ -231,6 +240,10 @@ def _key_of(names: Mapping[str, str] | Mapping[str, str | tuple[str, ...]], want
         if value == wanted or (isinstance(value, tuple) and wanted in value):
             return key
     raise KeyError(wanted)
+
+
+def _experts_of(layer: str, merged: Merged, shapes: Mapping[str, Shape]) -> int:
+    return next(number for number in itertools.count() if merged.targets(layer, number)[0] not in shapes)
 
 
 def _merged_shape(merged: Merged, spec: DecoderSpec, layer: int, part: Shape) -> Shape:

@@ -319,5 +319,5 @@ def test_a_tied_head_counts_with_half_where_no_stage_helps() -> None:
     assert [shards[0].stage_of(f"layers.{layer}") for layer in (4, 5)] == [0, 1]
     helped = shard_of(spec, Place(0, 1, 0, 2))
     assert block_bytes(shards[0], 16).own == 5 * block_bytes(helped, 16).own // 4
-    kept = [rank["kv_bytes_per_token"]["fp8"] for rank in gpu_facts(spec, {}, {}, (1, 2))["ranks"]]
+    kept = [rank["kv_bytes_per_token"]["fp8"] for rank in gpu_facts(spec, {}, (1, 2))["ranks"]]
     assert kept[0] * 3 == kept[1] * 5

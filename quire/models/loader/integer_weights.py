@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelLoadError
-from quire.kernels.quantized import UNIT, QuantizedWeight, StoredWeight
+from quire.kernels.quantized import UNIT, QuantizedWeight, StoredWeight, in_groups
 from quire.kernels.unread import LARGE, UnreadRows, UnreadWeight, half_holds, rows_of
 from quire.models.loader import safetensors
 from quire.models.loader.members import Axes, Member, MemberCut, Members, read_members
@@ -256,7 +256,7 @@ class _Reader:
         first = int(zeros[0, 0]) if zeros.numel() else 0
         one_zero = first < 1 << bits and bool((zeros == first).all())
         zeros = self._part(zeros, group)
-        if not whole or width % group or (group % UNIT and group != UNIT // 2):
+        if not whole or not in_groups(width, group):
             group_of = torch.arange(codes.shape[1]) // group if places is None else places
             return self._left(codes, lambda start, stop: _in_floats(
                 codes.rows(start, stop), scales[start:stop], zeros[start:stop], group_of))

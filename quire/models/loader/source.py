@@ -113,6 +113,10 @@ class ModelSource(ABC):
         """How each quantized weight is stored, by its name without `.weight`, from headers alone."""
 
     @abstractmethod
+    def tensor_names(self) -> list[str]:
+        """Of what its files hold, as Hugging Face spells them; none of a dummy."""
+
+    @abstractmethod
     def _weights(
         self, dtype: torch.dtype | None, parts: StoredParts | None
     ) -> Iterator[tuple[str, torch.Tensor]]: ...
@@ -229,8 +233,12 @@ class GgufSource(ModelSource):
         return mxfp4 or self.stores_integers
 
     def stored_forms(self) -> dict[str, StoredForm]:
-        named = [] if self.is_dummy else [(name, gguf_form(tensor.format)) for name, tensor, _ in self._wanted(None)]
+        wanted = () if self.is_dummy else self._wanted(None)
+        named = [(name, gguf_form(tensor.format, len(tensor.shape))) for name, tensor, _ in wanted]
         return {name.removesuffix(".weight"): form for name, form in named if form is not None}
+
+    def tensor_names(self) -> list[str]:
+        return [] if self.is_dummy else [name for name, _, _ in self._wanted(None)]
 
     def _read(
         self, tensor: GgufTensor, name: str, dtype: torch.dtype | None, ranges: Ranges | None
@@ -408,6 +416,9 @@ class FolderSource(ModelSource):
 
     def stored_forms(self) -> dict[str, StoredForm]:
         return {} if self.is_dummy else folder_forms(self.path, self._config)
+
+    def tensor_names(self) -> list[str]:
+        return [] if self.is_dummy else safetensors.tensor_names(self.path)
 
     def _weights(
         self, dtype: torch.dtype | None, parts: StoredParts | None

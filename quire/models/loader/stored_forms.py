@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.errors import ModelLoadError
+from quire.kernels.quantized import in_groups
 from quire.models.loader import mxfp4, safetensors
 from quire.models.loader.fp8_config import fp8_scheme
 from quire.models.loader.gguf_quants import MXFP4, QuantFormat
@@ -30,14 +31,18 @@ class StoredForm:
     ordered: bool = False
     """Columns of a group lie anywhere (act-order)."""
 
+    def is_read_as_codes(self, width: int) -> bool:
+        """Of a matrix with so many columns; of others the readers make floats, which are like those of a file."""
+        return self.kind != "integers" or in_groups(width, width if self.group is None else self.group)
+
 
 _MXFP4 = StoredForm("mxfp4", 4, 32)
 
 
-def gguf_form(quant: QuantFormat) -> StoredForm | None:
-    """Of a tensor in a format of a GGUF file; None: it is of floats."""
+def gguf_form(quant: QuantFormat, dimensions: int) -> StoredForm | None:
+    """Of a tensor in a format of a GGUF file; None: it is of floats, or read as floats."""
     if quant.name == MXFP4:
-        return _MXFP4
+        return _MXFP4 if dimensions == 3 else None
     coding = quant.coding
     return None if coding is None else StoredForm("integers", coding.bits, coding.group, coding.offsets)
 
