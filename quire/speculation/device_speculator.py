@@ -78,9 +78,8 @@ class DeviceSpeculator(Speculator):
                  ahead: bool = False, rests: bool = False, cuts_drawn: bool = False) -> None:
         """`own_kv`: the model must read a sequence's whole text before it can draft (not so `skip_layers`).
         `cuts`: it ends chains at unlikely drafts, so it may offer fewer than asked for; `cuts_drawn`: also where they
-        are drawn at random. `gpu`: trees are not for
-        sequences whose sampling depends on their text. `ahead`: see `drafts_ahead`. `rests`: it reads hidden states,
-        which the target may leave out (`_head_rests`)."""
+        are drawn at random. `gpu`: trees are not for sequences whose sampling depends on their text. `ahead`: see
+        `drafts_ahead`. `rests`: it reads hidden states, which the target may leave out (`_head_rests`)."""
         super().__init__(most, adaptive, clock, gpu)
         self.tree = tree
         self.drafts_ahead = ahead
