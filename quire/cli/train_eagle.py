@@ -12,7 +12,7 @@ import dataclasses
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -191,13 +191,13 @@ def _check_numbers(args: argparse.Namespace) -> None:
 def _texts(args: argparse.Namespace, folder: Path, until: float | None) -> Any:
     """Those that the folder holds, else new ones, made until then."""
     from quire.training.generate import GenerationOptions, make_texts
+    from quire.training.origin import check_origin, origin_of
     from quire.training.texts import Texts
 
     path = folder / "texts.safetensors"
-    made_with = {"model": args.model, "data": args.data, "self": args.own, "seed": args.seed,
-                 "max-length": args.max_length, "max-answer": args.max_answer}
+    made_with = origin_of(args.model, args.data, args.own, args.seed, args.max_length, args.max_answer)
     if path.is_file():
-        _check_origin(Texts.origin(path), made_with, folder)
+        check_origin(Texts.origin(path), made_with, folder)
         return Texts.load(path)
     seconds = None if args.generate_seconds == float("inf") else args.generate_seconds
     options = GenerationOptions(args.model, args.device, args.seed, args.max_length, args.max_answer, args.data,
@@ -207,17 +207,9 @@ def _texts(args: argparse.Namespace, folder: Path, until: float | None) -> Any:
     if not len(texts):
         raise ConfigError("no text came of it: questions longer than half of --max-length get no answer, nor any that "
                           "come after the time is up", field="max_length")
+    texts.usable(args.depth)  # else they are not kept: more questions could not be asked in this folder
     texts.save(path, made_with)
     return texts
-
-
-def _check_origin(found: Mapping[str, object], wanted: Mapping[str, object], folder: Path) -> None:
-    """Texts of other questions would be trained on as if they were those that were asked for."""
-    for name, value in wanted.items():
-        if found and found.get(name) != value:
-            with_it = f"with --{name} {found.get(name)}" if found.get(name) is not None else f"without --{name}"
-            raise ConfigError(f"{folder} holds texts that were made {with_it}: give the same, or another --out",
-                              field=name)
 
 
 def _lockstep(args: argparse.Namespace) -> bool:

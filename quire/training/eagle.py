@@ -91,7 +91,7 @@ class Trainer:
         self._device = target.device
         self._dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         lengths = texts.lengths()
-        self._held, self._trained = _parted(texts, lengths, options.depth)
+        self._held, self._trained = _parted(texts, options.depth)
         self._texts, self._lengths = texts, [min(length, options.max_length) for length in lengths]
         self._tokens = F.pad(texts.tokens, (0, 1))  # and one for padding
         self._remembered = Remembered(target, texts.begins[1:].tolist())
@@ -324,7 +324,8 @@ class Trainer:
         tensors["step"] = torch.tensor(self.step)
         part, told = folder / f"{_STATE}.part", folder / f"{_PROGRESS}.part"
         save_file(tensors, part)
-        told.write_text(json.dumps({"step": self.step, "seconds": seconds, "options": _plain(self.options)}))
+        told.write_text(json.dumps({"step": self.step, "seconds": seconds, "texts": self._texts.number(),
+                                    "options": _plain(self.options)}))
         told.replace(folder / _PROGRESS)  # before the state: where that is, a run goes on, and reads this
         part.replace(folder / _STATE)
 
@@ -339,6 +340,9 @@ class Trainer:
         if differing:
             raise ConfigError(f"{folder} holds a run with another {differing[0]}: {kept.get(differing[0])}; give "
                               "the same, or another --out", field=differing[0])
+        if progress.get("texts") != self._texts.number():
+            raise ConfigError(f"{folder} holds a run on other texts: give another --out, or delete the files training* "
+                              "in it to begin again", field="out")
         tensors = load_file(folder / _STATE)
         own = dict(self.head.named_parameters())
         state: dict[int, dict[str, Tensor]] = {}
@@ -385,12 +389,9 @@ class Trainer:
         part.replace(folder / "model.safetensors")
 
 
-def _parted(texts: Texts, lengths: list[int], depth: int) -> tuple[list[int], list[int]]:
+def _parted(texts: Texts, depth: int) -> tuple[list[int], list[int]]:
     """Texts that are long enough: those that are held out, and those to train on. At least one of each."""
-    usable = [i for i, (length, answer) in enumerate(zip(lengths, texts.answers.tolist(), strict=True))
-              if length - answer > depth]
-    if len(usable) < 2:
-        raise ConfigError("there are not enough texts to train on: give more --data, or a larger --self", "data")
+    usable = texts.usable(depth)
     apart = texts.held_out(_HELD_OUT)
     held, trained = [i for i in usable if apart[i]], [i for i in usable if not apart[i]]
     if not held or not trained:

@@ -80,6 +80,20 @@ class Texts:
         return [zlib.crc32(flat[begin : begin + count].tobytes()) < share * 2**32
                 for begin, count in zip(begins, answers, strict=False)]
 
+    def usable(self, depth: int) -> list[int]:
+        """Those whose answers are long enough for so many drafted steps; refused where there are less than two."""
+        lengths = (self.begins[1:] - self.begins[:-1] - self.answers).tolist()
+        found = [index for index, length in enumerate(lengths) if length > depth]
+        if len(found) < 2:
+            raise ConfigError(f"there are not enough texts to train on: of {len(self)}, {len(found)} have answers "
+                              f"longer than --depth {depth}, and two are needed: give more questions in --data, or a "
+                              "larger --self", "data")
+        return found
+
+    def number(self) -> int:
+        """One that other texts hardly have too."""
+        return zlib.crc32(self.answers.numpy().tobytes(), zlib.crc32(self.tokens.numpy().tobytes()))
+
     def save(self, path: Path, made_with: Mapping[str, object] | None = None) -> None:
         """`made_with`: what they came of, which `origin` tells."""
         # One entry: of several the file has no order, and the same texts should be the same bytes.

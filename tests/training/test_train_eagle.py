@@ -22,10 +22,11 @@ from quire.errors import ConfigError
 from quire.kernels.quantized import UNIT
 from quire.models.loader.source import resolve_model
 from quire.training import eagle as eagle_training
-from quire.training import remembered
+from quire.training import generate, remembered
 from quire.training.card import write_card
 from quire.training.eagle import Acceptance, Trainer
 from quire.training.options import TrainingOptions
+from quire.training.origin import origin_of
 from quire.training.questions import Exchange, question
 from quire.training.target import Target
 from quire.training.texts import Generator, Texts, read_questions
@@ -193,6 +194,8 @@ def test_a_stopped_run_goes_on_to_the_same_weights(texts: Texts, target: Target,
     other = Trainer(target, texts, replace(short, steps=9))
     with pytest.raises(ConfigError, match="steps"):
         other.resume(parts)
+    with pytest.raises(ConfigError, match="on other texts"):
+        Trainer(target, Texts.joined([texts, texts]), short).resume(parts)
 
 
 def test_what_the_target_said_is_remembered_bit_for_bit(texts: Texts, target: Target,
@@ -243,17 +246,21 @@ def parsed(*given: str) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+def made_before(out: Path, questions: Path) -> tuple[str, ...]:
+    """A folder with texts of a file of questions; the arguments that they were made with."""
+    out.mkdir()
+    questions.write_text('{"prompt": "a"}\n')
+    Texts.of([([1, 2], [3, 4])]).save(out / "texts.safetensors",
+                                      origin_of("smollm2-135m", str(questions), None, 0, 64, 384))
+    return "--out", str(out), "--data", str(questions), "--max-length", "64"
+
+
 def test_texts_of_other_questions_are_not_trained_on(tmp_path: Path) -> None:
     """A folder goes on with its own texts: those of another file, or none, are refused by name."""
     questions, out = tmp_path / "questions.jsonl", tmp_path / "head"
-    questions.write_text('{"prompt": "a"}\n')
-    out.mkdir()
-    asked = ("--out", str(out), "--data", str(questions), "--max-length", "64")
-    made_with = {"model": "smollm2-135m", "data": str(questions), "self": None, "seed": 0, "max-length": 64,
-                 "max-answer": 384}
-    Texts.of([([1, 2], [3, 4])]).save(out / "texts.safetensors", made_with)
+    asked = made_before(out, questions)
     first = (out / "texts.safetensors").read_bytes()
-    Texts.of([([1, 2], [3, 4])]).save(out / "texts.safetensors", made_with)
+    Texts.load(out / "texts.safetensors").save(out / "texts.safetensors", Texts.origin(out / "texts.safetensors"))
     assert (out / "texts.safetensors").read_bytes() == first
     for more, said in ((["--seed", "1"], "made with --seed 0"), (["--max-answer", "9"], "made with --max-answer 384")):
         with pytest.raises(ConfigError, match=said):
@@ -263,6 +270,28 @@ def test_texts_of_other_questions_are_not_trained_on(tmp_path: Path) -> None:
     assert len(train_eagle._texts(parsed(*asked), out, None)) == 1
     with pytest.raises(UsageError, match="no file"):
         train_eagle._options(parsed("--out", str(out), "--data", str(tmp_path / "nothing"), "--steps", "1"))
+
+
+def test_questions_that_changed_under_their_name_are_other_questions(tmp_path: Path) -> None:
+    questions, out = tmp_path / "questions.jsonl", tmp_path / "head"
+    asked = made_before(out, questions)
+    questions.write_text('{"prompt": "b"}\n')
+    with pytest.raises(ConfigError, match=r"when .*questions.jsonl had other contents.*delete the files texts"):
+        train_eagle._texts(parsed(*asked), out, None)
+
+
+def test_too_few_texts_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else more questions would be refused, as those of other texts."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "a"}\n')
+    asked = parsed("--out", str(tmp_path), "--data", str(questions), "--max-length", "64", "--depth", "2")
+    made = [([1, 2], [3, 4, 5])]
+    monkeypatch.setattr(generate, "make_texts", lambda *_: Texts.of(made))
+    with pytest.raises(ConfigError, match="of 1, 1 have answers longer than --depth 2, and two are needed"):
+        train_eagle._texts(asked, tmp_path, None)
+    questions.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    made.append(([6], [7, 8, 9]))
+    assert len(train_eagle._texts(asked, tmp_path, None)) == 2
 
 
 @pytest.mark.parametrize("given, said", [
