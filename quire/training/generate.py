@@ -7,6 +7,8 @@ several processes on one GPU make more tokens. A process is told all it needs as
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from quire.child import child_environment, explain_exit, module_command
+from quire.child import child_environment, end_with_parent, explain_exit, module_command
 from quire.errors import EngineError
 from quire.llm import LLM
 from quire.models.loader.source import resolve_model
@@ -134,7 +136,7 @@ def _in_processes(options: GenerationOptions, folder: Path, say: Say) -> Texts:
     for number, path in enumerate(files):
         one = replace(options, seed=options.seed * 1000 + number, tokens=-(-options.tokens // count), processes=1,
                       share=count)
-        command = module_command("quire.training.generate", json.dumps(asdict(one)), str(path))
+        command = module_command("quire.training.generate", json.dumps(asdict(one)), str(path), str(os.getpid()))
         running.append(subprocess.Popen(command, env=child_environment()))
     try:
         codes = [process.wait() for process in running]
@@ -157,7 +159,9 @@ def _in_processes(options: GenerationOptions, folder: Path, say: Say) -> Texts:
 
 
 def _main() -> None:
-    given, path = sys.argv[1:]
+    given, path, parent = sys.argv[1:]
+    end_with_parent(int(parent))  # else two would write one file, after the same command is given again
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to end
     options = GenerationOptions(**json.loads(given))
     texts = make_texts(options, Path(path).parent, lambda text: print(f"seed {options.seed}: {text}", flush=True))
     texts.save(Path(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.bench.speculation.texts import TEXTS
+from quire.child import child_environment, module_command
 from quire.cli import train_eagle
 from quire.cli.commands import UsageError
 from quire.errors import ConfigError
@@ -440,6 +442,13 @@ def test_answers_are_made_until_there_are_enough_or_the_time_is_up() -> None:
     cut = list(late.converse(1 << 40))
     assert time.monotonic() - began < 2.0 and 0 < len(cut) <= 6
     assert all(len(answer) > 24 for _, answer in cut)
+
+
+def test_a_process_that_makes_texts_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    """Here with one that has ended before: nothing is read, made or said."""
+    command = module_command("quire.training.generate", "{}", str(tmp_path / "texts"), "1")
+    ended = subprocess.run(command, env=child_environment(), capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
 
 
 def test_questions_ask_about_answers_given_before_and_never_what_is_measured() -> None:
