@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.training.distill import distilled
 from quire.training.head import HeadShape, Matrices, TrainedHead, moved_on
+from quire.training.kept import reading, write_tensors
 from quire.training.options import TrainingOptions
 from quire.training.remembered import Remembered
 from quire.training.rounded import PACKED_CONFIG, ROUNDED_CONFIG, on_grid, packed, rounded
@@ -47,6 +48,7 @@ _CHECKED_TOKENS = 60_000
 """Held-out tokens that an evaluation looks at."""
 _STATE = "training.safetensors"
 _PROGRESS = "training.json"
+_ANEW = "delete the files training* in its folder, and the same command trains from the start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,19 +324,19 @@ class Trainer:
         for index, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(part).cpu() for name, part in state.items()}
         tensors["step"] = torch.tensor(self.step)
-        part, told = folder / f"{_STATE}.part", folder / f"{_PROGRESS}.part"
-        save_file(tensors, part)
+        told = folder / f"{_PROGRESS}.part"
         told.write_text(json.dumps({"step": self.step, "seconds": seconds, "texts": self._texts.number(),
                                     "options": _plain(self.options)}))
         told.replace(folder / _PROGRESS)  # before the state: where that is, a run goes on, and reads this
-        part.replace(folder / _STATE)
+        write_tensors(tensors, folder / _STATE)
 
     def resume(self, folder: Path) -> bool:
         """Go on from what `folder` holds, if it holds anything."""
         if not (folder / _STATE).is_file():
             return False
-        progress = json.loads((folder / _PROGRESS).read_text())
-        kept, self.seconds_before = {"start": "random"} | progress["options"], float(progress.get("seconds", 0.0))
+        with reading(folder / _PROGRESS, _ANEW):
+            progress = json.loads((folder / _PROGRESS).read_text())
+            kept, self.seconds_before = {"start": "random"} | progress["options"], float(progress.get("seconds", 0.0))
         differing = [name for name, value in _plain(self.options).items()
                      if kept.get(name) != value and name not in ("max_seconds", "eval_every", "save_every")]
         if differing:
@@ -343,21 +345,24 @@ class Trainer:
         if progress.get("texts") != self._texts.number():
             raise ConfigError(f"{folder} holds a run on other texts: give another --out, or delete the files training* "
                               "in it to begin again", field="out")
-        tensors = load_file(folder / _STATE)
+        with reading(folder / _STATE, _ANEW):
+            self._take(load_file(folder / _STATE))
+        return True
+
+    @torch.no_grad()
+    def _take(self, tensors: dict[str, Tensor]) -> None:
         own = dict(self.head.named_parameters())
         state: dict[int, dict[str, Tensor]] = {}
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                kind, _, rest = name.partition(".")
-                if kind == "head":
-                    own[rest].copy_(tensor)
-                elif kind == "optimizer":
-                    index, _, part = rest.partition(".")
-                    state.setdefault(int(index), {})[part] = tensor
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition(".")
+            if kind == "head":
+                own[rest].copy_(tensor)
+            elif kind == "optimizer":
+                index, _, part = rest.partition(".")
+                state.setdefault(int(index), {})[part] = tensor
         whole = self._optimizer.state_dict()
         self._optimizer.load_state_dict({**whole, "state": state})
         self.step = int(tensors["step"])
-        return True
 
     def export(self, folder: Path) -> None:
         """The head as a public checkpoint of EAGLE-3; its projection to the vocabulary is the target's."""
@@ -384,9 +389,7 @@ class Trainer:
             tensors = rounded(tensors)
             config["quantization_config"] = ROUNDED_CONFIG
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        part = folder / "model.safetensors.part"
-        save_file(tensors, part, metadata={"format": "pt"})
-        part.replace(folder / "model.safetensors")
+        write_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def _parted(texts: Texts, depth: int) -> tuple[list[int], list[int]]:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.sampling.params import SamplingParams
+from quire.training.kept import reading, write_tensors
 from quire.training.questions import Exchange, Question, question
 
 _MARK = "\u2063the question\u2063"
@@ -40,6 +40,7 @@ _TOLD = 8
 _SHORTEST = 24
 """Tokens of an answer that was cut off and is worth keeping."""
 _MADE_WITH = "made_with"
+_ANEW = "delete it, and the same command makes its texts again"
 Pair = tuple[list[int], list[int]]
 """A question and its answer, as ids."""
 
@@ -98,17 +99,17 @@ class Texts:
         """`made_with`: what they came of, which `origin` tells."""
         # One entry: of several the file has no order, and the same texts should be the same bytes.
         said = None if made_with is None else {_MADE_WITH: json.dumps(made_with)}
-        save_file({"tokens": self.tokens, "begins": self.begins, "answers": self.answers}, path, said)
+        write_tensors({"tokens": self.tokens, "begins": self.begins, "answers": self.answers}, path, said)
 
     @classmethod
     def load(cls, path: Path) -> Texts:
-        with safe_open(path, framework="pt") as file:
+        with reading(path, _ANEW), safe_open(path, framework="pt") as file:
             return cls(*(file.get_tensor(name) for name in ("tokens", "begins", "answers")))
 
     @staticmethod
     def origin(path: Path) -> dict[str, object]:
         """What the texts of a file were made with; empty where it does not say."""
-        with safe_open(path, framework="pt") as file:
+        with reading(path, _ANEW), safe_open(path, framework="pt") as file:
             return dict(json.loads((file.metadata() or {}).get(_MADE_WITH, "{}")))
 
     @classmethod

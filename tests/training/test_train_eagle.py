@@ -20,7 +20,7 @@ from quire.bench.speculation.texts import TEXTS
 from quire.child import child_environment, module_command
 from quire.cli import train_eagle
 from quire.cli.commands import UsageError
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.quantized import UNIT
 from quire.models.loader.source import resolve_model
 from quire.training import eagle as eagle_training
@@ -198,6 +198,18 @@ def test_a_stopped_run_goes_on_to_the_same_weights(texts: Texts, target: Target,
         other.resume(parts)
     with pytest.raises(ConfigError, match="on other texts"):
         Trainer(target, Texts.joined([texts, texts]), short).resume(parts)
+
+
+@pytest.mark.parametrize("name", ["texts.safetensors", "training.safetensors", "training.json"])
+def test_a_damaged_file_is_named_with_what_to_do(texts: Texts, target: Target, tmp_path: Path, name: str) -> None:
+    trainer = Trainer(target, texts, OPTIONS)
+    trainer.save(tmp_path)
+    texts.save(tmp_path / "texts.safetensors", {})
+    assert trainer.resume(tmp_path) and not list(tmp_path.glob("*.part"))
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelLoadError, match=rf"{name} cannot be read \(.*\): delete .* and the same command"):
+        Texts.load(tmp_path / name) if name.startswith("texts") else trainer.resume(tmp_path)
 
 
 def test_what_the_target_said_is_remembered_bit_for_bit(texts: Texts, target: Target,
