@@ -62,13 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N",
                         help=f"batches to train on (default: {_DEFAULTS.steps}; with --time-limit: as it allows)")
     for name, meaning in (("batch_tokens", "tokens of a batch"),
-                          ("max_length", "longest text"), ("depth", "drafted steps that are unrolled"),
+                          ("depth", "drafted steps that are unrolled"),
                           ("draft_vocab", "most tokens that the head can guess"), ("intermediate", "width of its MLP"),
                           ("eval_every", "steps between two looks at held-out text"),
                           ("save_every", "steps between two checkpoints")):
         value = getattr(_DEFAULTS, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, metavar="N",
                             help=f"{meaning} (default: {value})")
+    parser.add_argument("--max-length", type=int, metavar="N",
+                        help=f"longest text (default: {_DEFAULTS.max_length}, or the model's positions where they are "
+                             "fewer)")
     parser.add_argument("--learning-rate", type=float, default=_DEFAULTS.learning_rate, metavar="R",
                         help=f"(default: {_DEFAULTS.learning_rate})")
     parser.add_argument("--weight-decay", type=float, default=_DEFAULTS.weight_decay, metavar="W",
@@ -98,12 +101,16 @@ def run(args: argparse.Namespace) -> int:
 
     if args.steps is None:
         args.steps = _DEFAULTS.steps if args.time_limit is None else _UNLIMITED_STEPS
-    options = _options(args)
+    _check(args)
     missing = None if args.device == "cpu" else missing_for_gpu()
     if missing is not None:
         raise UsageError(f"--device {args.device} cannot be used: {missing}")
     source = resolve_model(args.model)
-    check_trainable(read_spec(source.config), options)  # before texts are made, which may take hours
+    spec = read_spec(source.config)
+    if args.max_length is None:
+        args.max_length = min(_DEFAULTS.max_length, spec.max_positions)
+    options = _options(args)
+    check_trainable(spec, options, _memory(args.device))  # before texts are made, which may take hours
     folder = _folder(args.out)
     texts = _texts(args, folder, None if args.time_limit is None else started + args.generate_share * args.time_limit)
     _say(f"{len(texts)} texts of {len(texts.tokens)} tokens")
@@ -149,7 +156,16 @@ def _folder(out: str) -> Path:
     return folder
 
 
-def _options(args: argparse.Namespace) -> TrainingOptions:
+def _memory(device: str) -> int:
+    """Free bytes of a device."""
+    import torch
+
+    from quire.worker.memory import available_memory
+
+    return available_memory() if device == "cpu" else torch.cuda.mem_get_info()[0]
+
+
+def _check(args: argparse.Namespace) -> None:
     _check_numbers(args)
     if not 0.0 < args.generate_share < 1.0:
         raise UsageError("--generate-share must be above 0 and below 1")
@@ -165,6 +181,11 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
         raise UsageError("--generators goes with --self: questions of a file are answered by one engine")
     if not 0.0 < args.teacher_temperature <= 1.0:
         raise UsageError("--teacher-temperature must be above 0 and at most 1")
+    if args.depth >= args.max_answer:
+        raise UsageError(f"--depth {args.depth} must be below --max-answer {args.max_answer}: no answer is longer")
+
+
+def _options(args: argparse.Namespace) -> TrainingOptions:
     return TrainingOptions(args.seed, args.steps, args.batch_tokens, args.max_length, args.learning_rate, args.depth,
                            args.feature_weight, args.draft_vocab, args.intermediate, args.eval_every, args.save_every,
                            args.train_seconds, args.teacher_temperature, args.weights, args.weight_decay, args.start)

@@ -283,7 +283,7 @@ def test_texts_of_other_questions_are_not_trained_on(tmp_path: Path) -> None:
         train_eagle._texts(parsed("--out", str(out), "--self", "9", "--max-length", "64"), out, None)
     assert len(train_eagle._texts(parsed(*asked), out, None)) == 1
     with pytest.raises(UsageError, match="no file"):
-        train_eagle._options(parsed("--out", str(out), "--data", str(tmp_path / "nothing"), "--steps", "1"))
+        train_eagle._check(parsed("--out", str(out), "--data", str(tmp_path / "nothing"), "--steps", "1"))
 
 
 def test_questions_that_changed_under_their_name_are_other_questions(tmp_path: Path) -> None:
@@ -318,15 +318,19 @@ def test_too_few_texts_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (["--weight-decay", "nan"], "--weight-decay must not be negative"),
     (["--learning-rate", "inf"], "--learning-rate must not be infinite"),
     (["--num-threads", "0"], "--num-threads must be at least 1"),
+    (["--depth", "384"], "--depth 384 must be below --max-answer 384"),
 ])
 def test_options_that_no_run_can_have_are_refused_by_name(given: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        train_eagle._options(parsed("--out", "head", "--self", "9", "--steps", "1", *given))
+        train_eagle._check(parsed("--out", "head", "--self", "9", "--steps", "1", *given))
 
 
 @pytest.mark.parametrize("family, given, said", [
     ("llama", ["--start", "target", "--intermediate", "88"], "no start for this head"),
     ("llama", ["--weights", "int4", "--intermediate", "72"], "for int4"),
+    ("llama", ["--max-length", "257"], "--max-length 257 is more than the 256 positions"),
+    ("llama", ["--max-length", "9", "--depth", "8"], "--depth 8 is too much for texts of at most --max-length 9"),
+    ("llama", ["--intermediate", "99999999999"], "--intermediate 99999999999 takes .* GiB to train"),
     ("gemma2", [], "Gemma2ForCausalLM changes its embeddings"),
     ("deepseek_v3", [], "DeepseekV3ForCausalLM attends in a latent space"),
     ("phi3", [], "Phi3ForCausalLM does not turn its heads as a whole"),

@@ -50,6 +50,9 @@ _METHODS: dict[str, dict[str, Any]] = {
     "suffix_tree": {"method": "suffix", "tree": {"width": 4, "nodes": 12}},
     "known": {},
 }
+_LENGTH = 2048
+"""Of a prompt and its answer, where the model has as many positions."""
+_MOST_STREAMS = 1024
 _OPTIONS_ON_GPU = {"kv_cache_memory": "4GiB"}
 """Two engines share it: a share of its memory for each would leave the second nothing."""
 
@@ -84,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     from quire.machine import describe_machine
 
     _check(args)
+    length = _LENGTH if args.shapes else _length(args.model)
     machine = describe_machine()
     configs = {"given": args.config} if args.config else {name: _METHODS[name] for name in args.methods}
     if args.shapes and args.device == "cuda":
@@ -93,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     if "known" in configs:
         raise ConfigError("method 'known' needs --shapes and --device cuda: nobody knows what a model says",
                           field="methods")
-    options: dict[str, Any] = {"num_threads": args.num_threads, "device": args.device, "max_model_len": 2048,
+    options: dict[str, Any] = {"num_threads": args.num_threads, "device": args.device, "max_model_len": length,
                                "quantization": args.quantization}
     if args.quantization is None:  # floats, whatever the file stores
         options["dtype"] = "float32" if args.device == "cpu" else "bfloat16"
@@ -127,11 +131,20 @@ def run(args: argparse.Namespace) -> int:
     return 0 if same or args.device == "cuda" else 1
 
 
+def _length(model: str) -> int:
+    from quire.models.loader.source import resolve_model
+    from quire.models.registry import read_spec
+
+    return min(_LENGTH, read_spec(resolve_model(model).config).max_positions)
+
+
 def _check(args: argparse.Namespace) -> None:
     for name in ("max_tokens", "repeat", "batch", "drafts"):
         value = getattr(args, name)
         if min(value if isinstance(value, list) else [value]) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1", field=name)
+    if max(args.batch) > _MOST_STREAMS:
+        raise ConfigError(f"--batch must be at most {_MOST_STREAMS}", field="batch")
     if not all(0.0 <= share <= 1.0 for share in args.acceptance):
         raise ConfigError("--acceptance must be between 0 and 1", field="acceptance")
 
