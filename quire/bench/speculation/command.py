@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.bench.gpu.cases import MODELS, qwen3
 from quire.bench.speculation.texts import DRAWN, TEXTS
+from quire.cli.commands import UsageError
 from quire.cli.options import json_object
 from quire.errors import ConfigError, QuireError
 
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     length = _LENGTH if args.shapes else _length(args.model)
     machine = describe_machine()
-    configs = {"given": args.config} if args.config else {name: _METHODS[name] for name in args.methods}
+    configs = {"given": args.config} if args.config is not None else {name: _METHODS[name] for name in args.methods}
     if args.shapes and args.device == "cuda":
         from quire.bench.speculation.shapes import run_shapes
 
@@ -113,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         configs = {name: _with_model(config, model, Path(folder), args) for name, config in configs.items()}
         with LLM(model, **options) as plain:
             for name, config in configs.items():
-                shown = {key: value for key, value in config.items() if key != "model" or args.config}
+                shown = {key: value for key, value in config.items() if key != "model" or args.config is not None}
                 head = {"bench": "speculative", "method": name, "config": shown, "model": args.shapes or model,
                         "device": args.device, "quantization": args.quantization}
                 try:
@@ -142,11 +144,26 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("max_tokens", "repeat", "batch", "drafts"):
         value = getattr(args, name)
         if min(value if isinstance(value, list) else [value]) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1", field=name)
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
     if max(args.batch) > _MOST_STREAMS:
-        raise ConfigError(f"--batch must be at most {_MOST_STREAMS}", field="batch")
+        raise UsageError(f"--batch must be at most {_MOST_STREAMS}")
     if not all(0.0 <= share <= 1.0 for share in args.acceptance):
-        raise ConfigError("--acceptance must be between 0 and 1", field="acceptance")
+        raise UsageError("--acceptance must be between 0 and 1")
+    if not 0.0 <= args.temperature < math.inf:
+        raise UsageError("--temperature must be at least 0")
+    if args.config is not None:
+        _check_config(args.config)
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    """Before an engine is made for each method."""
+    from quire.speculation.options import SpeculationOptions
+
+    named = {"model": "made later"} if config.get("method") == "draft_model" else {}  # see `_with_model`
+    try:
+        SpeculationOptions.parse({**named, **config})
+    except ConfigError as error:
+        raise UsageError(f"--config: {error}") from None
 
 
 def _with_model(config: dict[str, Any], model: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
