@@ -10,16 +10,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.commands import UsageError
 from quire.errors import ConfigError
 from quire.training.options import TrainingOptions
+
+if TYPE_CHECKING:
+    from quire.training.eagle import Trainer
 
 EXAMPLES = (
     "examples:\n"
@@ -123,12 +128,30 @@ def run(args: argparse.Namespace) -> int:
     if args.time_limit is not None:
         left = started + args.time_limit - began - _ENDING * args.time_limit - _EXIT_SECONDS
         trainer.options = dataclasses.replace(options, max_seconds=max(1.0, min(options.max_seconds, left)))
-    with _bar(trainer.options, trainer.step, args.time_limit is not None) as (say, stepped):
+    with _bar(trainer.options, trainer.step, args.time_limit is not None) as (say, stepped), _stopping(trainer, say):
         found = trainer.train(folder, say, stepped)
     seconds = trainer.seconds_before + time.monotonic() - began
     write_card(folder, args.model, vars(args), found, trainer.step, seconds, len(texts.tokens))
     _say(f"held-out text: {found}; the head is in {folder}")
     return 0
+
+
+@contextmanager
+def _stopping(trainer: Trainer, say: Callable[[str], None]) -> Iterator[None]:
+    """Ctrl-C ends the training after the step under way; a second one ends it where it is."""
+    def stop(*_: object) -> None:
+        trainer.stopping = True
+        signal.signal(signal.SIGINT, before)
+        os.write(2, b"\nstops after this step; once more: at once\n")  # whatever was being printed
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"stopped after step {trainer.step}: the same command goes on from the last checkpoint")
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -115,6 +115,8 @@ class Trainer:
         self.step = 0
         self.seconds_before = 0.0
         """Of training, by runs before this one."""
+        self.stopping = False
+        """Somebody wants it to end after the step under way."""
 
     def _new_head(self) -> TrainedHead:
         spec = self.target.decoder.spec
@@ -233,12 +235,13 @@ class Trainer:
     def train(self, folder: Path, say: Callable[[str], None], stepped: Callable[[int, float], None] | None = None
               ) -> Acceptance:
         """Until all steps are done or the time is up; progress is kept in `folder` as it goes. `stepped` is told after
-        every step how many there were, and the seconds of this call."""
+        every step how many there were, and the seconds of this call. Ends with KeyboardInterrupt where it was to stop,
+        after a checkpoint."""
         options, began = self.options, time.monotonic()
         limited = options.max_seconds < float("inf")
         batches, longest, looked, saved, spent = self._batches(), 0.0, 0.0, 0.0, 0.0
         said, training = self.step, 0.0
-        while self.step < options.steps and spent + longest < options.max_seconds:
+        while self.step < options.steps and spent + longest < options.max_seconds and not self.stopping:
             loss = self._learn(next(batches), spent)
             before, spent = spent, time.monotonic() - began
             training += spent - before
@@ -259,6 +262,8 @@ class Trainer:
                 stepped(self.step, spent)
         self.save(folder, self.seconds_before + spent)
         self.export(folder)
+        if self.stopping:
+            raise KeyboardInterrupt
         return self.evaluate(time.monotonic() + _LAST_LOOK * options.max_seconds)
 
     def _learn(self, indices: list[int], seconds: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import subprocess
 import time
 from dataclasses import replace
@@ -198,6 +199,22 @@ def test_a_stopped_run_goes_on_to_the_same_weights(texts: Texts, target: Target,
         other.resume(parts)
     with pytest.raises(ConfigError, match="on other texts"):
         Trainer(target, Texts.joined([texts, texts]), short).resume(parts)
+
+
+def test_an_interrupted_run_ends_after_its_step_with_a_checkpoint(texts: Texts, target: Target, tmp_path: Path) -> None:
+    trainer, said = Trainer(target, texts, OPTIONS), list[str]()
+
+    def interrupted(step: int, _: float) -> None:
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), train_eagle._stopping(trainer, said.append):
+        trainer.train(tmp_path, quiet, interrupted)
+    assert said[-1] == "stopped after step 3: the same command goes on from the last checkpoint"
+    assert signal.getsignal(signal.SIGINT) is before and (tmp_path / "model.safetensors").is_file()
+    again = Trainer(target, texts, OPTIONS)
+    assert again.resume(tmp_path) and again.step == 3
 
 
 @pytest.mark.parametrize("name", ["texts.safetensors", "training.safetensors", "training.json"])
