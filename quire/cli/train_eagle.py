@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 import time
@@ -236,23 +237,31 @@ def _texts(args: argparse.Namespace, folder: Path, until: float | None) -> Any:
     """Those that the folder holds, else new ones, made until then."""
     from quire.training.generate import GenerationOptions, make_texts
     from quire.training.origin import check_origin, origin_of
+    from quire.training.parts import claim
     from quire.training.texts import Texts
 
-    path = folder / "texts.safetensors"
+    path, parts = folder / "texts.safetensors", folder / "texts.parts"
     made_with = origin_of(args.model, args.data, args.own, args.seed, args.max_length, args.max_answer)
     if path.is_file():
         check_origin(Texts.origin(path), made_with, folder)
+        shutil.rmtree(parts, ignore_errors=True)  # of a run that was killed when it had written them all
         return Texts.load(path)
+    claim(parts, made_with)
     seconds = None if args.generate_seconds == float("inf") else args.generate_seconds
     options = GenerationOptions(args.model, args.device, args.seed, args.max_length, args.max_answer, args.data,
                                 args.own or 0, seconds, until, args.num_threads, args.generators,
                                 lockstep=_lockstep(args), or_engine=args.generate_with == "auto", rows=args.rows)
-    texts = make_texts(options, folder, _say)
-    if not len(texts):
-        raise ConfigError("no text came of it: questions longer than half of --max-length get no answer, nor any that "
-                          "come after the time is up", field="max_length")
-    texts.usable(args.depth)  # else they are not kept: more questions could not be asked in this folder
+    texts = make_texts(options, parts, _say)
+    try:
+        if not len(texts):
+            raise ConfigError("no text came of it: questions longer than half of --max-length get no answer, nor any "
+                              "that come after the time is up", field="max_length")
+        texts.usable(args.depth)
+    except ConfigError:
+        shutil.rmtree(parts)  # else more questions could not be asked in this folder
+        raise
     texts.save(path, made_with)
+    shutil.rmtree(parts)
     return texts
 
 

@@ -23,7 +23,7 @@ def check_origin(found: Mapping[str, object], wanted: Mapping[str, object], fold
     for name, value in wanted.items():
         if found and found.get(name) != value:
             raise ConfigError(f"{folder} holds texts that were made {_other(name, found)}: give the same, or another "
-                              "--out, or delete the files texts* and training* in it to begin again",
+                              "--out, or delete what is named texts* and training* in it to begin again",
                               field="data" if name == _CONTENT else name)
 
 

@@ -7,7 +7,7 @@ import json
 import random
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,20 @@ class Texts:
 
     def text(self, index: int) -> Tensor:
         return self.tokens[int(self.begins[index]) : int(self.begins[index + 1])]
+
+    def question(self, index: int) -> tuple[int, ...]:
+        return tuple(self.text(index)[: int(self.answers[index])].tolist())
+
+    @property
+    def num_answered(self) -> int:
+        """Tokens of answers."""
+        return len(self.tokens) - int(self.answers.sum())
+
+    def sorted(self) -> Texts:
+        """The same, in an order that does not depend on when each was made."""
+        pairs = [(list(self.question(index)), self.text(index)[int(self.answers[index]) :].tolist())
+                 for index in range(len(self))]
+        return Texts.of(sorted(pairs))
 
     def lengths(self) -> list[int]:
         return (self.begins[1:] - self.begins[:-1]).tolist()
@@ -227,10 +241,28 @@ class Generator:
         """What the chat template writes before and after a question, by the instructions before it."""
         self._count = self._done = self._made = 0
 
-    def answer(self, conversations: Sequence[list[dict[str, str]]]) -> Iterator[Pair]:
-        """(question, answer) as ids, of those that got any; questions that take over half of the length get none."""
-        jobs = (job for job in map(self._to_answer, conversations) if job is not None)
+    @property
+    def trusted(self) -> bool:
+        """What it said so far may be kept."""
+        return True
+
+    def answer(self, conversations: Sequence[list[dict[str, str]]],
+               done: Mapping[tuple[int, ...], int] | None = None) -> Iterator[Pair]:
+        """(question, answer) as ids, of those that got any; questions that take over half of the length get none.
+        `done`: how often a question, as ids, was answered before, which is not done again."""
+        jobs = self._to_do(conversations, Counter(done or {}))
         return self._pairs(lambda: next(jobs, None))
+
+    def _to_do(self, conversations: Sequence[list[dict[str, str]]], done: Counter[tuple[int, ...]]) -> Iterator[Job]:
+        """All are drawn, so that each is answered as it would be if none had been before."""
+        for job in map(self._to_answer, conversations):
+            if job is None:
+                continue
+            ids = tuple(map(int, job.prompt))
+            if done[ids]:
+                done[ids] -= 1
+            else:
+                yield job
 
     def _to_answer(self, messages: list[dict[str, str]]) -> Job | None:
         text = self._rendered(messages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.quantized import UNIT
 from quire.models.loader.source import resolve_model
 from quire.training import eagle as eagle_training
-from quire.training import generate, remembered
+from quire.training import generate, parts, remembered
 from quire.training.card import write_card
 from quire.training.eagle import Acceptance, Trainer
 from quire.training.options import TrainingOptions
@@ -307,7 +308,7 @@ def test_questions_that_changed_under_their_name_are_other_questions(tmp_path: P
     questions, out = tmp_path / "questions.jsonl", tmp_path / "head"
     asked = made_before(out, questions)
     questions.write_text('{"prompt": "b"}\n')
-    with pytest.raises(ConfigError, match=r"when .*questions.jsonl had other contents.*delete the files texts"):
+    with pytest.raises(ConfigError, match=r"when .*questions.jsonl had other contents.*delete what is named texts"):
         train_eagle._texts(parsed(*asked), out, None)
 
 
@@ -475,6 +476,54 @@ def test_answers_are_made_until_there_are_enough_or_the_time_is_up() -> None:
     cut = list(late.converse(1 << 40))
     assert time.monotonic() - began < 2.0 and 0 < len(cut) <= 6
     assert all(len(answer) > 24 for _, answer in cut)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("asked", ["data", "own"])
+def test_texts_that_were_written_before_a_kill_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                  asked: str) -> None:
+    """Those of a file are the same in the end as without the kill; a model asks itself for the tokens that lack."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(f'{{"prompt": "{"x" * (number % 40)}y"}}\n' for number in range(60)))
+    monkeypatch.setattr(parts, "_TOKENS", 200)
+    options = generate.GenerationOptions("model", "cpu", 3, 500, 40, data=str(questions) if asked == "data" else None,
+                                         tokens=2000 * (asked == "own"))
+    engines = list[FakeEngine]()
+
+    def run(folder: Path, most: float = math.inf) -> Texts:
+        """Killed before more answers than that are done."""
+        def by_engine(one: generate.GenerationOptions, where: Path, say: Any) -> None:
+            engines.append(FakeEngine())
+            generator = Generator(engines[-1], one.seed, one.max_answer, at_once=6)  # type: ignore[arg-type]
+            pairs = generator._pairs
+            monkeypatch.setattr(generator, "_pairs", lambda fresh: cut(pairs(fresh), most))
+            generate._collect(generator, one, where, say)
+
+        monkeypatch.setattr(generate, "_by_engine", by_engine)
+        folder.mkdir(exist_ok=True)
+        return generate.make_texts(options, folder, quiet)
+
+    def cut(pairs: Any, most: float) -> Any:
+        for number, pair in enumerate(pairs):
+            if number >= most:
+                raise Killed
+            yield pair
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(tmp_path / "parts", 30)
+    kept = parts.written(tmp_path / "parts")
+    again = run(tmp_path / "parts")
+    assert len(kept) == 30 and len(again) > 30
+    assert len(engines[-1].seen) < len(engines[0].seen)
+    if asked == "data":
+        assert torch.equal(again.tokens, whole.tokens) and torch.equal(again.begins, whole.begins)
+    else:
+        assert 2000 <= again.num_answered < 2400
+        assert engines[-1].seen[:6] != engines[0].seen[:6]
 
 
 def test_a_process_that_makes_texts_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
