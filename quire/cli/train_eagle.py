@@ -39,10 +39,11 @@ _ENDING, _EXIT_SECONDS = 0.04, 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2-135m", metavar="MODEL", help="the model that the head is for")
+    parser.add_argument("--model", default="smollm2-135m", metavar="MODEL",
+                        help="the model that the head is for (default: %(default)s)")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the head, its texts and its progress")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data", metavar="FILE", help="questions, as JSON lines")
+    source.add_argument("--data", metavar="FILE", help='questions, as JSON lines with "messages" or "prompt"')
     source.add_argument("--self", type=int, metavar="TOKENS", dest="own",
                         help="let the model ask itself, until its answers have so many tokens")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to generate and train")

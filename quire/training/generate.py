@@ -22,11 +22,12 @@ from quire.child import child_environment, end_with_parent, explain_exit, module
 from quire.errors import EngineError
 from quire.llm import LLM
 from quire.models.loader.source import resolve_model
+from quire.training.given import read_questions
 from quire.training.lockstep import LockstepGenerator, Voice
 from quire.training.parts import Writer, next_run, written
 from quire.training.rows import Rows, rows_with_room
 from quire.training.target import Target
-from quire.training.texts import Generator, Pair, Texts, read_questions
+from quire.training.texts import Generator, Pair, Texts
 
 Say = Callable[[str], None]
 _SEQUENCES = 2048

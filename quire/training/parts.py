@@ -17,9 +17,9 @@ _ORIGIN = "origin.json"
 
 
 def claim(parts: Path, made_with: Mapping[str, object]) -> None:
-    """The folder is for texts of this origin from now on; refused where it holds others."""
+    """The folder is for texts of this origin from now on; refused where it holds texts of another."""
     told = parts / _ORIGIN
-    if told.is_file():
+    if told.is_file() and _files(parts):
         with reading(told, f"delete {parts} to begin again"):
             found = dict(json.loads(told.read_text()))
         check_origin(found, made_with, parts.parent)

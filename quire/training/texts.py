@@ -162,37 +162,6 @@ def without_loop(tokens: list[int]) -> list[int]:
     return tokens[: int(third.min())] if len(third) else tokens
 
 
-def read_questions(path: Path) -> list[list[dict[str, str]]]:
-    """Conversations of a JSON-lines file: {"messages": [...]} or {"prompt": "..."}; their last turn is the user's."""
-    found = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", field="data") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            said = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}, is not JSON: {error}", field="data") from error
-        messages = said.get("messages") if isinstance(said, dict) else None
-        if messages is None and isinstance(said, dict) and isinstance(said.get("prompt"), str):
-            messages = [{"role": "user", "content": said["prompt"]}]
-        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-            raise ConfigError(f'{path}, line {number}, has neither "messages" nor "prompt"', field="data")
-        if not all(isinstance(one.get(part), str) for one in messages for part in ("role", "content")):
-            raise ConfigError(f'{path}, line {number}: every message needs a "role" and a "content", both texts',
-                              field="data")
-        while messages and messages[-1].get("role") == "assistant":
-            messages = messages[:-1]
-        if messages:
-            found.append(messages)
-    if not found:
-        raise ConfigError(f"{path} has no conversation in it", field="data")
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Said:
     """What came of a prompt."""

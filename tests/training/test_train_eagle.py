@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import re
 import signal
 import subprocess
 import time
@@ -29,11 +30,12 @@ from quire.training import eagle as eagle_training
 from quire.training import generate, parts, remembered
 from quire.training.card import write_card
 from quire.training.eagle import Acceptance, Trainer
+from quire.training.given import read_questions
 from quire.training.options import TrainingOptions
 from quire.training.origin import origin_of
 from quire.training.questions import Exchange, question
 from quire.training.target import Target
-from quire.training.texts import Generator, Texts, read_questions
+from quire.training.texts import Generator, Texts
 from tests.checkpoints import make_checkpoint
 from tests.eagle_heads import PlainHead, target_states
 from tests.test_eagle import drafts_of, eagle
@@ -258,10 +260,19 @@ def test_questions_are_read_or_refused_by_line(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", '
                     '"content": "c"}]}\n')
     assert read_questions(path) == [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
-    for wrong in ("{", '{"text": 1}', '{"messages": []}', '{"messages": [{"role": "user"}]}',
-                  '{"messages": [{"role": "user", "content": [1]}]}'):
+    for wrong, why in (
+        ("{", "is not JSON"), ("[1, 2]", "needs an object"), ('{"text": 1}', 'has neither "messages" nor "prompt"'),
+        ('{"prompt": "a", "messages": []}', 'has both "messages" and "prompt"'),
+        ('{"prompt": 5}', '"prompt" must be a text, not 5'), ('{"prompt": " "}', '"prompt" is empty'),
+        ('{"messages": "hello"}', "\"messages\" must be a list, not 'hello'"),
+        ('{"messages": []}', "no message of the user"), ('{"messages": ["a"]}', "must be an object, not 'a'"),
+        ('{"messages": [{"role": "user"}]}', "both texts"),
+        ('{"messages": [{"role": "user", "content": [1]}]}', "both texts"),
+        ('{"messages": [{"role": "alien", "content": "a"}]}', "role 'alien' is none of"),
+        ('{"messages": [{"role": "user", "content": ""}]}', "of the user is empty"),
+    ):
         path.write_text('{"prompt": "a"}\n' + wrong)
-        with pytest.raises(ConfigError, match="line 2"):
+        with pytest.raises(ConfigError, match=f"line 2.*{re.escape(why)}"):
             read_questions(path)
     path.write_text("\n")
     with pytest.raises(ConfigError, match="no conversation"):
@@ -518,6 +529,11 @@ def test_texts_that_were_written_before_a_kill_are_not_made_again(tmp_path: Path
     kept = parts.written(tmp_path / "parts")
     again = run(tmp_path / "parts")
     assert len(kept) == 30 and len(again) > 30
+    parts.claim(tmp_path / "new", {"seed": 1})
+    parts.claim(tmp_path / "new", {"seed": 2})  # nothing was written: no other texts
+    (tmp_path / "parts" / "origin.json").write_text('{"seed": 1}')
+    with pytest.raises(ConfigError, match="made with --seed 1"):
+        parts.claim(tmp_path / "parts", {"seed": 2})
     assert len(engines[-1].seen) < len(engines[0].seen)
     if asked == "data":
         assert torch.equal(again.tokens, whole.tokens) and torch.equal(again.begins, whole.begins)
