@@ -252,7 +252,11 @@ def _texts(args: argparse.Namespace, folder: Path, until: float | None) -> Any:
     options = GenerationOptions(args.model, args.device, args.seed, args.max_length, args.max_answer, args.data,
                                 args.own or 0, seconds, until, args.num_threads, args.generators,
                                 lockstep=_lockstep(args), or_engine=args.generate_with == "auto", rows=args.rows)
-    texts = make_texts(options, parts, _say)
+    try:
+        texts = make_texts(options, parts, _say)
+    except KeyboardInterrupt:
+        _say("stopped: the same command goes on with the texts that were written")
+        raise
     try:
         if not len(texts):
             raise ConfigError("no text came of it: questions longer than half of --max-length get no answer, nor any "
