@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
-from quire.errors import ConfigError
-from quire.models.heads.shipped import shipped_heads
+from quire.errors import ConfigError, ModelLoadError
+from quire.models.heads.shipped import check_target, shipped_heads
 from tests.checkpoints import make_checkpoint
 
 QUESTIONS = ["What is the difference between a lake and a pond?", "How do I boil an egg?"]
@@ -46,8 +47,24 @@ def test_a_model_without_a_head_is_told_so(tmp_path: Path, smollm2: str) -> None
     make_checkpoint(tmp_path, "llama")
     with pytest.raises(ConfigError, match="only for SmolLM2-135M-Instruct"):
         LLM(str(tmp_path), skip_tokenizer_init=True, speculative="eagle")
-    with pytest.raises(ConfigError, match="only has the shapes"):
-        LLM(smollm2, load_format="dummy", num_kv_blocks=8, max_model_len=64, speculative="eagle")
+    named = {"speculative_config": {"method": "eagle", "model": str(next(shipped_heads())[0])}}
+    for asked in ({"speculative": "eagle"}, named):
+        with pytest.raises(ConfigError, match="trained for SmolLM2-135M-Instruct, and this model only has the shapes"):
+            LLM(smollm2, load_format="dummy", num_kv_blocks=8, max_model_len=64, **asked)
+
+
+@pytest.mark.parametrize("target, said", [
+    ({}, "target.name must be a text, not None"),
+    ({"name": "x"}, "target.final_norm must be a text, not None"),
+    ({"final_norm": "x"}, "target.name must be a text, not None"),
+    ({"name": 5, "final_norm": "x"}, "target.name must be a text, not 5"),
+    ("x", "target must be a mapping, not 'x'"),
+])
+def test_a_head_that_half_says_what_it_is_for_is_refused_by_field(target: Any, said: str) -> None:
+    decoder: Any = SimpleNamespace(final_norm=None)
+    with pytest.raises(ModelLoadError, match=said):
+        check_target({"target": target}, decoder)
+    check_target({"target": None}, decoder)
 
 
 def test_the_package_carries_small_heads_with_their_cards() -> None:

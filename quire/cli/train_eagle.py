@@ -10,16 +10,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import os
+import shutil
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.commands import UsageError
 from quire.errors import ConfigError
 from quire.training.options import TrainingOptions
+
+if TYPE_CHECKING:
+    from quire.training.eagle import Trainer
 
 EXAMPLES = (
     "examples:\n"
@@ -33,10 +39,11 @@ _ENDING, _EXIT_SECONDS = 0.04, 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2-135m", metavar="MODEL", help="the model that the head is for")
+    parser.add_argument("--model", default="smollm2-135m", metavar="MODEL",
+                        help="the model that the head is for (default: %(default)s)")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the head, its texts and its progress")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data", metavar="FILE", help="questions, as JSON lines")
+    source.add_argument("--data", metavar="FILE", help='questions, as JSON lines with "messages" or "prompt"')
     source.add_argument("--self", type=int, metavar="TOKENS", dest="own",
                         help="let the model ask itself, until its answers have so many tokens")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to generate and train")
@@ -62,13 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N",
                         help=f"batches to train on (default: {_DEFAULTS.steps}; with --time-limit: as it allows)")
     for name, meaning in (("batch_tokens", "tokens of a batch"),
-                          ("max_length", "longest text"), ("depth", "drafted steps that are unrolled"),
+                          ("depth", "drafted steps that are unrolled"),
                           ("draft_vocab", "most tokens that the head can guess"), ("intermediate", "width of its MLP"),
                           ("eval_every", "steps between two looks at held-out text"),
                           ("save_every", "steps between two checkpoints")):
         value = getattr(_DEFAULTS, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, metavar="N",
                             help=f"{meaning} (default: {value})")
+    parser.add_argument("--max-length", type=int, metavar="N",
+                        help=f"longest text (default: {_DEFAULTS.max_length}, or the model's positions where they are "
+                             "fewer)")
     parser.add_argument("--learning-rate", type=float, default=_DEFAULTS.learning_rate, metavar="R",
                         help=f"(default: {_DEFAULTS.learning_rate})")
     parser.add_argument("--weight-decay", type=float, default=_DEFAULTS.weight_decay, metavar="W",
@@ -98,12 +108,16 @@ def run(args: argparse.Namespace) -> int:
 
     if args.steps is None:
         args.steps = _DEFAULTS.steps if args.time_limit is None else _UNLIMITED_STEPS
-    options = _options(args)
+    _check(args)
     missing = None if args.device == "cpu" else missing_for_gpu()
     if missing is not None:
         raise UsageError(f"--device {args.device} cannot be used: {missing}")
     source = resolve_model(args.model)
-    check_trainable(read_spec(source.config), options)  # before texts are made, which may take hours
+    spec = read_spec(source.config)
+    if args.max_length is None:
+        args.max_length = min(_DEFAULTS.max_length, spec.max_positions)
+    options = _options(args)
+    check_trainable(spec, options, _memory(args.device))  # before texts are made, which may take hours
     folder = _folder(args.out)
     texts = _texts(args, folder, None if args.time_limit is None else started + args.generate_share * args.time_limit)
     _say(f"{len(texts)} texts of {len(texts.tokens)} tokens")
@@ -116,12 +130,30 @@ def run(args: argparse.Namespace) -> int:
     if args.time_limit is not None:
         left = started + args.time_limit - began - _ENDING * args.time_limit - _EXIT_SECONDS
         trainer.options = dataclasses.replace(options, max_seconds=max(1.0, min(options.max_seconds, left)))
-    with _bar(trainer.options, trainer.step, args.time_limit is not None) as (say, stepped):
+    with _bar(trainer.options, trainer.step, args.time_limit is not None) as (say, stepped), _stopping(trainer, say):
         found = trainer.train(folder, say, stepped)
     seconds = trainer.seconds_before + time.monotonic() - began
     write_card(folder, args.model, vars(args), found, trainer.step, seconds, len(texts.tokens))
     _say(f"held-out text: {found}; the head is in {folder}")
     return 0
+
+
+@contextmanager
+def _stopping(trainer: Trainer, say: Callable[[str], None]) -> Iterator[None]:
+    """Ctrl-C ends the training after the step under way; a second one ends it where it is."""
+    def stop(*_: object) -> None:
+        trainer.stopping = True
+        signal.signal(signal.SIGINT, before)
+        os.write(2, b"\nstops after this step; once more: at once\n")  # whatever was being printed
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"stopped after step {trainer.step}: the same command goes on from the last checkpoint")
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -149,7 +181,16 @@ def _folder(out: str) -> Path:
     return folder
 
 
-def _options(args: argparse.Namespace) -> TrainingOptions:
+def _memory(device: str) -> int:
+    """Free bytes of a device."""
+    import torch
+
+    from quire.worker.memory import available_memory
+
+    return available_memory() if device == "cpu" else torch.cuda.mem_get_info()[0]
+
+
+def _check(args: argparse.Namespace) -> None:
     _check_numbers(args)
     if not 0.0 < args.generate_share < 1.0:
         raise UsageError("--generate-share must be above 0 and below 1")
@@ -165,6 +206,11 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
         raise UsageError("--generators goes with --self: questions of a file are answered by one engine")
     if not 0.0 < args.teacher_temperature <= 1.0:
         raise UsageError("--teacher-temperature must be above 0 and at most 1")
+    if args.depth >= args.max_answer:
+        raise UsageError(f"--depth {args.depth} must be below --max-answer {args.max_answer}: no answer is longer")
+
+
+def _options(args: argparse.Namespace) -> TrainingOptions:
     return TrainingOptions(args.seed, args.steps, args.batch_tokens, args.max_length, args.learning_rate, args.depth,
                            args.feature_weight, args.draft_vocab, args.intermediate, args.eval_every, args.save_every,
                            args.train_seconds, args.teacher_temperature, args.weights, args.weight_decay, args.start)
@@ -191,33 +237,37 @@ def _check_numbers(args: argparse.Namespace) -> None:
 def _texts(args: argparse.Namespace, folder: Path, until: float | None) -> Any:
     """Those that the folder holds, else new ones, made until then."""
     from quire.training.generate import GenerationOptions, make_texts
+    from quire.training.origin import check_origin, origin_of
+    from quire.training.parts import claim
     from quire.training.texts import Texts
 
-    path = folder / "texts.safetensors"
-    made_with = {"model": args.model, "data": args.data, "self": args.own, "seed": args.seed,
-                 "max-length": args.max_length, "max-answer": args.max_answer}
+    path, parts = folder / "texts.safetensors", folder / "texts.parts"
+    made_with = origin_of(args.model, args.data, args.own, args.seed, args.max_length, args.max_answer)
     if path.is_file():
-        _check_origin(Texts.origin(path), made_with, folder)
+        check_origin(Texts.origin(path), made_with, folder)
+        shutil.rmtree(parts, ignore_errors=True)  # of a run that was killed when it had written them all
         return Texts.load(path)
+    claim(parts, made_with)
     seconds = None if args.generate_seconds == float("inf") else args.generate_seconds
     options = GenerationOptions(args.model, args.device, args.seed, args.max_length, args.max_answer, args.data,
                                 args.own or 0, seconds, until, args.num_threads, args.generators,
                                 lockstep=_lockstep(args), or_engine=args.generate_with == "auto", rows=args.rows)
-    texts = make_texts(options, folder, _say)
-    if not len(texts):
-        raise ConfigError("no text came of it: questions longer than half of --max-length get no answer, nor any that "
-                          "come after the time is up", field="max_length")
+    try:
+        texts = make_texts(options, parts, _say)
+    except KeyboardInterrupt:
+        _say("stopped: the same command goes on with the texts that were written")
+        raise
+    try:
+        if not len(texts):
+            raise ConfigError("no text came of it: questions longer than half of --max-length get no answer, nor any "
+                              "that come after the time is up", field="max_length")
+        texts.usable(args.depth)
+    except ConfigError:
+        shutil.rmtree(parts)  # else more questions could not be asked in this folder
+        raise
     texts.save(path, made_with)
+    shutil.rmtree(parts)
     return texts
-
-
-def _check_origin(found: Mapping[str, object], wanted: Mapping[str, object], folder: Path) -> None:
-    """Texts of other questions would be trained on as if they were those that were asked for."""
-    for name, value in wanted.items():
-        if found and found.get(name) != value:
-            with_it = f"with --{name} {found.get(name)}" if found.get(name) is not None else f"without --{name}"
-            raise ConfigError(f"{folder} holds texts that were made {with_it}: give the same, or another --out",
-                              field=name)
 
 
 def _lockstep(args: argparse.Namespace) -> bool:

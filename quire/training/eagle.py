@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.training.distill import distilled
 from quire.training.head import HeadShape, Matrices, TrainedHead, moved_on
+from quire.training.kept import reading, write_tensors
 from quire.training.options import TrainingOptions
 from quire.training.remembered import Remembered
 from quire.training.rounded import PACKED_CONFIG, ROUNDED_CONFIG, on_grid, packed, rounded
@@ -47,6 +48,7 @@ _CHECKED_TOKENS = 60_000
 """Held-out tokens that an evaluation looks at."""
 _STATE = "training.safetensors"
 _PROGRESS = "training.json"
+_ANEW = "delete the files training* in its folder, and the same command trains from the start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class Trainer:
         self._device = target.device
         self._dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         lengths = texts.lengths()
-        self._held, self._trained = _parted(texts, lengths, options.depth)
+        self._held, self._trained = _parted(texts, options.depth)
         self._texts, self._lengths = texts, [min(length, options.max_length) for length in lengths]
         self._tokens = F.pad(texts.tokens, (0, 1))  # and one for padding
         self._remembered = Remembered(target, texts.begins[1:].tolist())
@@ -113,6 +115,8 @@ class Trainer:
         self.step = 0
         self.seconds_before = 0.0
         """Of training, by runs before this one."""
+        self.stopping = False
+        """Somebody wants it to end after the step under way."""
 
     def _new_head(self) -> TrainedHead:
         spec = self.target.decoder.spec
@@ -231,12 +235,13 @@ class Trainer:
     def train(self, folder: Path, say: Callable[[str], None], stepped: Callable[[int, float], None] | None = None
               ) -> Acceptance:
         """Until all steps are done or the time is up; progress is kept in `folder` as it goes. `stepped` is told after
-        every step how many there were, and the seconds of this call."""
+        every step how many there were, and the seconds of this call. Ends with KeyboardInterrupt where it was to stop,
+        after a checkpoint."""
         options, began = self.options, time.monotonic()
         limited = options.max_seconds < float("inf")
         batches, longest, looked, saved, spent = self._batches(), 0.0, 0.0, 0.0, 0.0
         said, training = self.step, 0.0
-        while self.step < options.steps and spent + longest < options.max_seconds:
+        while self.step < options.steps and spent + longest < options.max_seconds and not self.stopping:
             loss = self._learn(next(batches), spent)
             before, spent = spent, time.monotonic() - began
             training += spent - before
@@ -257,6 +262,8 @@ class Trainer:
                 stepped(self.step, spent)
         self.save(folder, self.seconds_before + spent)
         self.export(folder)
+        if self.stopping:
+            raise KeyboardInterrupt
         return self.evaluate(time.monotonic() + _LAST_LOOK * options.max_seconds)
 
     def _learn(self, indices: list[int], seconds: float) -> Tensor:
@@ -322,38 +329,45 @@ class Trainer:
         for index, state in self._optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(part).cpu() for name, part in state.items()}
         tensors["step"] = torch.tensor(self.step)
-        part, told = folder / f"{_STATE}.part", folder / f"{_PROGRESS}.part"
-        save_file(tensors, part)
-        told.write_text(json.dumps({"step": self.step, "seconds": seconds, "options": _plain(self.options)}))
+        told = folder / f"{_PROGRESS}.part"
+        told.write_text(json.dumps({"step": self.step, "seconds": seconds, "texts": self._texts.number(),
+                                    "options": _plain(self.options)}))
         told.replace(folder / _PROGRESS)  # before the state: where that is, a run goes on, and reads this
-        part.replace(folder / _STATE)
+        write_tensors(tensors, folder / _STATE)
 
     def resume(self, folder: Path) -> bool:
         """Go on from what `folder` holds, if it holds anything."""
         if not (folder / _STATE).is_file():
             return False
-        progress = json.loads((folder / _PROGRESS).read_text())
-        kept, self.seconds_before = {"start": "random"} | progress["options"], float(progress.get("seconds", 0.0))
+        with reading(folder / _PROGRESS, _ANEW):
+            progress = json.loads((folder / _PROGRESS).read_text())
+            kept, self.seconds_before = {"start": "random"} | progress["options"], float(progress.get("seconds", 0.0))
         differing = [name for name, value in _plain(self.options).items()
                      if kept.get(name) != value and name not in ("max_seconds", "eval_every", "save_every")]
         if differing:
             raise ConfigError(f"{folder} holds a run with another {differing[0]}: {kept.get(differing[0])}; give "
                               "the same, or another --out", field=differing[0])
-        tensors = load_file(folder / _STATE)
+        if progress.get("texts") != self._texts.number():
+            raise ConfigError(f"{folder} holds a run on other texts: give another --out, or delete the files training* "
+                              "in it to begin again", field="out")
+        with reading(folder / _STATE, _ANEW):
+            self._take(load_file(folder / _STATE))
+        return True
+
+    @torch.no_grad()
+    def _take(self, tensors: dict[str, Tensor]) -> None:
         own = dict(self.head.named_parameters())
         state: dict[int, dict[str, Tensor]] = {}
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                kind, _, rest = name.partition(".")
-                if kind == "head":
-                    own[rest].copy_(tensor)
-                elif kind == "optimizer":
-                    index, _, part = rest.partition(".")
-                    state.setdefault(int(index), {})[part] = tensor
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition(".")
+            if kind == "head":
+                own[rest].copy_(tensor)
+            elif kind == "optimizer":
+                index, _, part = rest.partition(".")
+                state.setdefault(int(index), {})[part] = tensor
         whole = self._optimizer.state_dict()
         self._optimizer.load_state_dict({**whole, "state": state})
         self.step = int(tensors["step"])
-        return True
 
     def export(self, folder: Path) -> None:
         """The head as a public checkpoint of EAGLE-3; its projection to the vocabulary is the target's."""
@@ -380,17 +394,12 @@ class Trainer:
             tensors = rounded(tensors)
             config["quantization_config"] = ROUNDED_CONFIG
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        part = folder / "model.safetensors.part"
-        save_file(tensors, part, metadata={"format": "pt"})
-        part.replace(folder / "model.safetensors")
+        write_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def _parted(texts: Texts, lengths: list[int], depth: int) -> tuple[list[int], list[int]]:
+def _parted(texts: Texts, depth: int) -> tuple[list[int], list[int]]:
     """Texts that are long enough: those that are held out, and those to train on. At least one of each."""
-    usable = [i for i, (length, answer) in enumerate(zip(lengths, texts.answers.tolist(), strict=True))
-              if length - answer > depth]
-    if len(usable) < 2:
-        raise ConfigError("there are not enough texts to train on: give more --data, or a larger --self", "data")
+    usable = texts.usable(depth)
     apart = texts.held_out(_HELD_OUT)
     held, trained = [i for i in usable if apart[i]], [i for i in usable if not apart[i]]
     if not held or not trained:

@@ -157,6 +157,10 @@ class LockstepGenerator(Generator):
         self.agreed: float | None = None
         """Of the answers that were checked, the share of tokens that the target would say too."""
 
+    @property
+    def trusted(self) -> bool:
+        return self.agreed is not None and self.agreed >= _AGREED
+
     def _finished(self, fresh: Callable[[], Job | None]) -> Iterator[tuple[Job, Said]]:
         running: dict[int, Job] = {}
 

@@ -7,7 +7,7 @@ import json
 import random
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.sampling.params import SamplingParams
+from quire.training.kept import reading, write_tensors
 from quire.training.questions import Exchange, Question, question
 
 _MARK = "\u2063the question\u2063"
@@ -40,6 +40,7 @@ _TOLD = 8
 _SHORTEST = 24
 """Tokens of an answer that was cut off and is worth keeping."""
 _MADE_WITH = "made_with"
+_ANEW = "delete it, and the same command makes its texts again"
 Pair = tuple[list[int], list[int]]
 """A question and its answer, as ids."""
 
@@ -61,6 +62,20 @@ class Texts:
     def text(self, index: int) -> Tensor:
         return self.tokens[int(self.begins[index]) : int(self.begins[index + 1])]
 
+    def question(self, index: int) -> tuple[int, ...]:
+        return tuple(self.text(index)[: int(self.answers[index])].tolist())
+
+    @property
+    def num_answered(self) -> int:
+        """Tokens of answers."""
+        return len(self.tokens) - int(self.answers.sum())
+
+    def sorted(self) -> Texts:
+        """The same, in an order that does not depend on when each was made."""
+        pairs = [(list(self.question(index)), self.text(index)[int(self.answers[index]) :].tolist())
+                 for index in range(len(self))]
+        return Texts.of(sorted(pairs))
+
     def lengths(self) -> list[int]:
         return (self.begins[1:] - self.begins[:-1]).tolist()
 
@@ -80,21 +95,35 @@ class Texts:
         return [zlib.crc32(flat[begin : begin + count].tobytes()) < share * 2**32
                 for begin, count in zip(begins, answers, strict=False)]
 
+    def usable(self, depth: int) -> list[int]:
+        """Those whose answers are long enough for so many drafted steps; refused where there are less than two."""
+        lengths = (self.begins[1:] - self.begins[:-1] - self.answers).tolist()
+        found = [index for index, length in enumerate(lengths) if length > depth]
+        if len(found) < 2:
+            raise ConfigError(f"there are not enough texts to train on: of {len(self)}, {len(found)} have answers "
+                              f"longer than --depth {depth}, and two are needed: give more questions in --data, or a "
+                              "larger --self", "data")
+        return found
+
+    def number(self) -> int:
+        """One that other texts hardly have too."""
+        return zlib.crc32(self.answers.numpy().tobytes(), zlib.crc32(self.tokens.numpy().tobytes()))
+
     def save(self, path: Path, made_with: Mapping[str, object] | None = None) -> None:
         """`made_with`: what they came of, which `origin` tells."""
         # One entry: of several the file has no order, and the same texts should be the same bytes.
         said = None if made_with is None else {_MADE_WITH: json.dumps(made_with)}
-        save_file({"tokens": self.tokens, "begins": self.begins, "answers": self.answers}, path, said)
+        write_tensors({"tokens": self.tokens, "begins": self.begins, "answers": self.answers}, path, said)
 
     @classmethod
     def load(cls, path: Path) -> Texts:
-        with safe_open(path, framework="pt") as file:
+        with reading(path, _ANEW), safe_open(path, framework="pt") as file:
             return cls(*(file.get_tensor(name) for name in ("tokens", "begins", "answers")))
 
     @staticmethod
     def origin(path: Path) -> dict[str, object]:
         """What the texts of a file were made with; empty where it does not say."""
-        with safe_open(path, framework="pt") as file:
+        with reading(path, _ANEW), safe_open(path, framework="pt") as file:
             return dict(json.loads((file.metadata() or {}).get(_MADE_WITH, "{}")))
 
     @classmethod
@@ -131,37 +160,6 @@ def without_loop(tokens: list[int]) -> list[int]:
     order = runs.argsort(kind="stable")
     third = order[2:][runs[order[2:]] == runs[order[:-2]]]
     return tokens[: int(third.min())] if len(third) else tokens
-
-
-def read_questions(path: Path) -> list[list[dict[str, str]]]:
-    """Conversations of a JSON-lines file: {"messages": [...]} or {"prompt": "..."}; their last turn is the user's."""
-    found = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", field="data") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            said = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}, is not JSON: {error}", field="data") from error
-        messages = said.get("messages") if isinstance(said, dict) else None
-        if messages is None and isinstance(said, dict) and isinstance(said.get("prompt"), str):
-            messages = [{"role": "user", "content": said["prompt"]}]
-        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-            raise ConfigError(f'{path}, line {number}, has neither "messages" nor "prompt"', field="data")
-        if not all(isinstance(one.get(part), str) for one in messages for part in ("role", "content")):
-            raise ConfigError(f'{path}, line {number}: every message needs a "role" and a "content", both texts',
-                              field="data")
-        while messages and messages[-1].get("role") == "assistant":
-            messages = messages[:-1]
-        if messages:
-            found.append(messages)
-    if not found:
-        raise ConfigError(f"{path} has no conversation in it", field="data")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +210,28 @@ class Generator:
         """What the chat template writes before and after a question, by the instructions before it."""
         self._count = self._done = self._made = 0
 
-    def answer(self, conversations: Sequence[list[dict[str, str]]]) -> Iterator[Pair]:
-        """(question, answer) as ids, of those that got any; questions that take over half of the length get none."""
-        jobs = (job for job in map(self._to_answer, conversations) if job is not None)
+    @property
+    def trusted(self) -> bool:
+        """What it said so far may be kept."""
+        return True
+
+    def answer(self, conversations: Sequence[list[dict[str, str]]],
+               done: Mapping[tuple[int, ...], int] | None = None) -> Iterator[Pair]:
+        """(question, answer) as ids, of those that got any; questions that take over half of the length get none.
+        `done`: how often a question, as ids, was answered before, which is not done again."""
+        jobs = self._to_do(conversations, Counter(done or {}))
         return self._pairs(lambda: next(jobs, None))
+
+    def _to_do(self, conversations: Sequence[list[dict[str, str]]], done: Counter[tuple[int, ...]]) -> Iterator[Job]:
+        """All are drawn, so that each is answered as it would be if none had been before."""
+        for job in map(self._to_answer, conversations):
+            if job is None:
+                continue
+            ids = tuple(map(int, job.prompt))
+            if done[ids]:
+                done[ids] -= 1
+            else:
+                yield job
 
     def _to_answer(self, messages: list[dict[str, str]]) -> Job | None:
         text = self._rendered(messages)

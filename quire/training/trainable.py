@@ -11,10 +11,23 @@ from quire.layers.spec import MlpSpec
 from quire.models.spec import DecoderSpec
 from quire.training.options import TrainingOptions
 
+_TRAINED_BYTES = 16
+"""Of a weight at least: itself, its gradient and two numbers of the optimizer, as floats."""
 
-def check_trainable(spec: DecoderSpec, options: TrainingOptions) -> None:
-    """Refuse what no head can be trained for, or not this one."""
+
+def check_trainable(spec: DecoderSpec, options: TrainingOptions, memory: float = math.inf) -> None:
+    """Refuse what no head can be trained for, or not this one, or not with so many bytes of memory."""
     check_target(spec)
+    if options.max_length > spec.max_positions:
+        raise ConfigError(f"--max-length {options.max_length} is more than the {spec.max_positions} positions that the "
+                          "model was made for: lower it", "max_length")
+    if options.depth + 1 >= options.max_length:
+        raise ConfigError(f"--depth {options.depth} is too much for texts of at most --max-length "
+                          f"{options.max_length} tokens: lower it", "depth")
+    needed = _TRAINED_BYTES * _matrix_weights(spec, options.intermediate)
+    if needed > memory:
+        raise ConfigError(f"a head with --intermediate {options.intermediate} takes {needed / 2**30:.1f} GiB to train, "
+                          f"and {memory / 2**30:.1f} are free: lower it", "intermediate")
     attention = spec.layers[0].attention
     widths = (spec.hidden_size, options.intermediate, attention.num_heads * attention.head_dim)
     if options.weights == "int4" and any(width % UNIT for width in widths):
@@ -23,6 +36,12 @@ def check_trainable(spec: DecoderSpec, options: TrainingOptions) -> None:
     if options.start == "target" and not _like_a_head(spec, options.intermediate):
         raise ConfigError("the target's last layer is no start for this head: --intermediate must be the width of "
                           "its MLP, and its parts those of a Llama", "start")
+
+
+def _matrix_weights(spec: DecoderSpec, intermediate: int) -> int:
+    own, hidden = spec.layers[0].attention, spec.hidden_size
+    attention = hidden * own.head_dim * (3 * own.num_heads + 4 * own.num_kv_heads)  # it reads two streams
+    return 3 * hidden * hidden + attention + 3 * hidden * intermediate
 
 
 def check_target(spec: DecoderSpec) -> None:

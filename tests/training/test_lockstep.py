@@ -19,6 +19,7 @@ from quire.errors import EngineError, InvariantError
 from quire.models.loader.source import resolve_model
 from quire.training import generate
 from quire.training.lockstep import Lockstep, LockstepGenerator, Spoken, Voice
+from quire.training.parts import Writer
 from quire.training.rows import CHUNK, Rows
 from quire.training.target import Seen, Target
 from quire.training.texts import Texts, without_loop
@@ -169,12 +170,17 @@ def test_one_process_goes_on_with_an_engine_unless_lockstep_was_asked_for(
     def fails(*_: object) -> Texts:
         raise torch.OutOfMemoryError("no memory\nat all")
 
-    made, said = Texts.of([([1, 2], [3])]), list[str]()
+    def by_engine(asked: generate.GenerationOptions, parts: Path, _: object) -> None:
+        writer = Writer(parts, asked.run, asked.process)
+        writer.add(([1, 2], [3]))
+        writer.write()
+
+    said = list[str]()
     monkeypatch.setattr(generate, "_in_lockstep", fails)
-    monkeypatch.setattr(generate, "_by_engine", lambda *_: made)
+    monkeypatch.setattr(generate, "_by_engine", by_engine)
     options = generate.GenerationOptions("model", "cuda", 0, 64, 32, tokens=10, lockstep=True, or_engine=or_engine)
     if or_engine:
-        assert generate.make_texts(options, tmp_path, said.append) is made
+        assert generate.make_texts(options, tmp_path, said.append).text(0).tolist() == [1, 2, 3]
         assert said == ["no texts in lockstep (no memory); an engine makes them instead"]
     else:
         with pytest.raises(torch.OutOfMemoryError):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
+import re
+import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +20,22 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.bench.speculation.texts import TEXTS
+from quire.child import child_environment, module_command
 from quire.cli import train_eagle
 from quire.cli.commands import UsageError
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
 from quire.kernels.quantized import UNIT
 from quire.models.loader.source import resolve_model
 from quire.training import eagle as eagle_training
-from quire.training import remembered
+from quire.training import generate, parts, remembered
 from quire.training.card import write_card
 from quire.training.eagle import Acceptance, Trainer
+from quire.training.given import read_questions
 from quire.training.options import TrainingOptions
+from quire.training.origin import origin_of
 from quire.training.questions import Exchange, question
 from quire.training.target import Target
-from quire.training.texts import Generator, Texts, read_questions
+from quire.training.texts import Generator, Texts
 from tests.checkpoints import make_checkpoint
 from tests.eagle_heads import PlainHead, target_states
 from tests.test_eagle import drafts_of, eagle
@@ -193,6 +200,36 @@ def test_a_stopped_run_goes_on_to_the_same_weights(texts: Texts, target: Target,
     other = Trainer(target, texts, replace(short, steps=9))
     with pytest.raises(ConfigError, match="steps"):
         other.resume(parts)
+    with pytest.raises(ConfigError, match="on other texts"):
+        Trainer(target, Texts.joined([texts, texts]), short).resume(parts)
+
+
+def test_an_interrupted_run_ends_after_its_step_with_a_checkpoint(texts: Texts, target: Target, tmp_path: Path) -> None:
+    trainer, said = Trainer(target, texts, OPTIONS), list[str]()
+
+    def interrupted(step: int, _: float) -> None:
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), train_eagle._stopping(trainer, said.append):
+        trainer.train(tmp_path, quiet, interrupted)
+    assert said[-1] == "stopped after step 3: the same command goes on from the last checkpoint"
+    assert signal.getsignal(signal.SIGINT) is before and (tmp_path / "model.safetensors").is_file()
+    again = Trainer(target, texts, OPTIONS)
+    assert again.resume(tmp_path) and again.step == 3
+
+
+@pytest.mark.parametrize("name", ["texts.safetensors", "training.safetensors", "training.json"])
+def test_a_damaged_file_is_named_with_what_to_do(texts: Texts, target: Target, tmp_path: Path, name: str) -> None:
+    trainer = Trainer(target, texts, OPTIONS)
+    trainer.save(tmp_path)
+    texts.save(tmp_path / "texts.safetensors", {})
+    assert trainer.resume(tmp_path) and not list(tmp_path.glob("*.part"))
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelLoadError, match=rf"{name} cannot be read \(.*\): delete .* and the same command"):
+        Texts.load(tmp_path / name) if name.startswith("texts") else trainer.resume(tmp_path)
 
 
 def test_what_the_target_said_is_remembered_bit_for_bit(texts: Texts, target: Target,
@@ -223,10 +260,19 @@ def test_questions_are_read_or_refused_by_line(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", '
                     '"content": "c"}]}\n')
     assert read_questions(path) == [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
-    for wrong in ("{", '{"text": 1}', '{"messages": []}', '{"messages": [{"role": "user"}]}',
-                  '{"messages": [{"role": "user", "content": [1]}]}'):
+    for wrong, why in (
+        ("{", "is not JSON"), ("[1, 2]", "needs an object"), ('{"text": 1}', 'has neither "messages" nor "prompt"'),
+        ('{"prompt": "a", "messages": []}', 'has both "messages" and "prompt"'),
+        ('{"prompt": 5}', '"prompt" must be a text, not 5'), ('{"prompt": " "}', '"prompt" is empty'),
+        ('{"messages": "hello"}', "\"messages\" must be a list, not 'hello'"),
+        ('{"messages": []}', "no message of the user"), ('{"messages": ["a"]}', "must be an object, not 'a'"),
+        ('{"messages": [{"role": "user"}]}', "both texts"),
+        ('{"messages": [{"role": "user", "content": [1]}]}', "both texts"),
+        ('{"messages": [{"role": "alien", "content": "a"}]}', "role 'alien' is none of"),
+        ('{"messages": [{"role": "user", "content": ""}]}', "of the user is empty"),
+    ):
         path.write_text('{"prompt": "a"}\n' + wrong)
-        with pytest.raises(ConfigError, match="line 2"):
+        with pytest.raises(ConfigError, match=f"line 2.*{re.escape(why)}"):
             read_questions(path)
     path.write_text("\n")
     with pytest.raises(ConfigError, match="no conversation"):
@@ -243,17 +289,21 @@ def parsed(*given: str) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+def made_before(out: Path, questions: Path) -> tuple[str, ...]:
+    """A folder with texts of a file of questions; the arguments that they were made with."""
+    out.mkdir()
+    questions.write_text('{"prompt": "a"}\n')
+    Texts.of([([1, 2], [3, 4])]).save(out / "texts.safetensors",
+                                      origin_of("smollm2-135m", str(questions), None, 0, 64, 384))
+    return "--out", str(out), "--data", str(questions), "--max-length", "64"
+
+
 def test_texts_of_other_questions_are_not_trained_on(tmp_path: Path) -> None:
     """A folder goes on with its own texts: those of another file, or none, are refused by name."""
     questions, out = tmp_path / "questions.jsonl", tmp_path / "head"
-    questions.write_text('{"prompt": "a"}\n')
-    out.mkdir()
-    asked = ("--out", str(out), "--data", str(questions), "--max-length", "64")
-    made_with = {"model": "smollm2-135m", "data": str(questions), "self": None, "seed": 0, "max-length": 64,
-                 "max-answer": 384}
-    Texts.of([([1, 2], [3, 4])]).save(out / "texts.safetensors", made_with)
+    asked = made_before(out, questions)
     first = (out / "texts.safetensors").read_bytes()
-    Texts.of([([1, 2], [3, 4])]).save(out / "texts.safetensors", made_with)
+    Texts.load(out / "texts.safetensors").save(out / "texts.safetensors", Texts.origin(out / "texts.safetensors"))
     assert (out / "texts.safetensors").read_bytes() == first
     for more, said in ((["--seed", "1"], "made with --seed 0"), (["--max-answer", "9"], "made with --max-answer 384")):
         with pytest.raises(ConfigError, match=said):
@@ -262,7 +312,29 @@ def test_texts_of_other_questions_are_not_trained_on(tmp_path: Path) -> None:
         train_eagle._texts(parsed("--out", str(out), "--self", "9", "--max-length", "64"), out, None)
     assert len(train_eagle._texts(parsed(*asked), out, None)) == 1
     with pytest.raises(UsageError, match="no file"):
-        train_eagle._options(parsed("--out", str(out), "--data", str(tmp_path / "nothing"), "--steps", "1"))
+        train_eagle._check(parsed("--out", str(out), "--data", str(tmp_path / "nothing"), "--steps", "1"))
+
+
+def test_questions_that_changed_under_their_name_are_other_questions(tmp_path: Path) -> None:
+    questions, out = tmp_path / "questions.jsonl", tmp_path / "head"
+    asked = made_before(out, questions)
+    questions.write_text('{"prompt": "b"}\n')
+    with pytest.raises(ConfigError, match=r"when .*questions.jsonl had other contents.*delete what is named texts"):
+        train_eagle._texts(parsed(*asked), out, None)
+
+
+def test_too_few_texts_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else more questions would be refused, as those of other texts."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "a"}\n')
+    asked = parsed("--out", str(tmp_path), "--data", str(questions), "--max-length", "64", "--depth", "2")
+    made = [([1, 2], [3, 4, 5])]
+    monkeypatch.setattr(generate, "make_texts", lambda *_: Texts.of(made))
+    with pytest.raises(ConfigError, match="of 1, 1 have answers longer than --depth 2, and two are needed"):
+        train_eagle._texts(asked, tmp_path, None)
+    questions.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    made.append(([6], [7, 8, 9]))
+    assert len(train_eagle._texts(asked, tmp_path, None)) == 2
 
 
 @pytest.mark.parametrize("given, said", [
@@ -275,15 +347,19 @@ def test_texts_of_other_questions_are_not_trained_on(tmp_path: Path) -> None:
     (["--weight-decay", "nan"], "--weight-decay must not be negative"),
     (["--learning-rate", "inf"], "--learning-rate must not be infinite"),
     (["--num-threads", "0"], "--num-threads must be at least 1"),
+    (["--depth", "384"], "--depth 384 must be below --max-answer 384"),
 ])
 def test_options_that_no_run_can_have_are_refused_by_name(given: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        train_eagle._options(parsed("--out", "head", "--self", "9", "--steps", "1", *given))
+        train_eagle._check(parsed("--out", "head", "--self", "9", "--steps", "1", *given))
 
 
 @pytest.mark.parametrize("family, given, said", [
     ("llama", ["--start", "target", "--intermediate", "88"], "no start for this head"),
     ("llama", ["--weights", "int4", "--intermediate", "72"], "for int4"),
+    ("llama", ["--max-length", "257"], "--max-length 257 is more than the 256 positions"),
+    ("llama", ["--max-length", "9", "--depth", "8"], "--depth 8 is too much for texts of at most --max-length 9"),
+    ("llama", ["--intermediate", "99999999999"], "--intermediate 99999999999 takes .* GiB to train"),
     ("gemma2", [], "Gemma2ForCausalLM changes its embeddings"),
     ("deepseek_v3", [], "DeepseekV3ForCausalLM attends in a latent space"),
     ("phi3", [], "Phi3ForCausalLM does not turn its heads as a whole"),
@@ -411,6 +487,66 @@ def test_answers_are_made_until_there_are_enough_or_the_time_is_up() -> None:
     cut = list(late.converse(1 << 40))
     assert time.monotonic() - began < 2.0 and 0 < len(cut) <= 6
     assert all(len(answer) > 24 for _, answer in cut)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("asked", ["data", "own"])
+def test_texts_that_were_written_before_a_kill_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                  asked: str) -> None:
+    """Those of a file are the same in the end as without the kill; a model asks itself for the tokens that lack."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(f'{{"prompt": "{"x" * (number % 40)}y"}}\n' for number in range(60)))
+    monkeypatch.setattr(parts, "_TOKENS", 200)
+    options = generate.GenerationOptions("model", "cpu", 3, 500, 40, data=str(questions) if asked == "data" else None,
+                                         tokens=2000 * (asked == "own"))
+    engines = list[FakeEngine]()
+
+    def run(folder: Path, most: float = math.inf) -> Texts:
+        """Killed before more answers than that are done."""
+        def by_engine(one: generate.GenerationOptions, where: Path, say: Any) -> None:
+            engines.append(FakeEngine())
+            generator = Generator(engines[-1], one.seed, one.max_answer, at_once=6)  # type: ignore[arg-type]
+            pairs = generator._pairs
+            monkeypatch.setattr(generator, "_pairs", lambda fresh: cut(pairs(fresh), most))
+            generate._collect(generator, one, where, say)
+
+        monkeypatch.setattr(generate, "_by_engine", by_engine)
+        folder.mkdir(exist_ok=True)
+        return generate.make_texts(options, folder, quiet)
+
+    def cut(pairs: Any, most: float) -> Any:
+        for number, pair in enumerate(pairs):
+            if number >= most:
+                raise Killed
+            yield pair
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(tmp_path / "parts", 30)
+    kept = parts.written(tmp_path / "parts")
+    again = run(tmp_path / "parts")
+    assert len(kept) == 30 and len(again) > 30
+    parts.claim(tmp_path / "new", {"seed": 1})
+    parts.claim(tmp_path / "new", {"seed": 2})  # nothing was written: no other texts
+    (tmp_path / "parts" / "origin.json").write_text('{"seed": 1}')
+    with pytest.raises(ConfigError, match="made with --seed 1"):
+        parts.claim(tmp_path / "parts", {"seed": 2})
+    assert len(engines[-1].seen) < len(engines[0].seen)
+    if asked == "data":
+        assert torch.equal(again.tokens, whole.tokens) and torch.equal(again.begins, whole.begins)
+    else:
+        assert 2000 <= again.num_answered < 2400
+        assert engines[-1].seen[:6] != engines[0].seen[:6]
+
+
+def test_a_process_that_makes_texts_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    """Here with one that has ended before: nothing is read, made or said."""
+    command = module_command("quire.training.generate", "{}", str(tmp_path / "texts"), "1")
+    ended = subprocess.run(command, env=child_environment(), capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
 
 
 def test_questions_ask_about_answers_given_before_and_never_what_is_measured() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.bench.gpu.cases import MODELS, qwen3
 from quire.bench.speculation.texts import DRAWN, TEXTS
+from quire.cli.commands import UsageError
 from quire.cli.options import json_object
 from quire.errors import ConfigError, QuireError
 
@@ -50,6 +52,9 @@ _METHODS: dict[str, dict[str, Any]] = {
     "suffix_tree": {"method": "suffix", "tree": {"width": 4, "nodes": 12}},
     "known": {},
 }
+_LENGTH = 2048
+"""Of a prompt and its answer, where the model has as many positions."""
+_MOST_STREAMS = 1024
 _OPTIONS_ON_GPU = {"kv_cache_memory": "4GiB"}
 """Two engines share it: a share of its memory for each would leave the second nothing."""
 
@@ -84,8 +89,9 @@ def run(args: argparse.Namespace) -> int:
     from quire.machine import describe_machine
 
     _check(args)
+    length = _LENGTH if args.shapes else _length(args.model)
     machine = describe_machine()
-    configs = {"given": args.config} if args.config else {name: _METHODS[name] for name in args.methods}
+    configs = {"given": args.config} if args.config is not None else {name: _METHODS[name] for name in args.methods}
     if args.shapes and args.device == "cuda":
         from quire.bench.speculation.shapes import run_shapes
 
@@ -93,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if "known" in configs:
         raise ConfigError("method 'known' needs --shapes and --device cuda: nobody knows what a model says",
                           field="methods")
-    options: dict[str, Any] = {"num_threads": args.num_threads, "device": args.device, "max_model_len": 2048,
+    options: dict[str, Any] = {"num_threads": args.num_threads, "device": args.device, "max_model_len": length,
                                "quantization": args.quantization}
     if args.quantization is None:  # floats, whatever the file stores
         options["dtype"] = "float32" if args.device == "cpu" else "bfloat16"
@@ -109,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         configs = {name: _with_model(config, model, Path(folder), args) for name, config in configs.items()}
         with LLM(model, **options) as plain:
             for name, config in configs.items():
-                shown = {key: value for key, value in config.items() if key != "model" or args.config}
+                shown = {key: value for key, value in config.items() if key != "model" or args.config is not None}
                 head = {"bench": "speculative", "method": name, "config": shown, "model": args.shapes or model,
                         "device": args.device, "quantization": args.quantization}
                 try:
@@ -127,13 +133,37 @@ def run(args: argparse.Namespace) -> int:
     return 0 if same or args.device == "cuda" else 1
 
 
+def _length(model: str) -> int:
+    from quire.models.loader.source import resolve_model
+    from quire.models.registry import read_spec
+
+    return min(_LENGTH, read_spec(resolve_model(model).config).max_positions)
+
+
 def _check(args: argparse.Namespace) -> None:
     for name in ("max_tokens", "repeat", "batch", "drafts"):
         value = getattr(args, name)
         if min(value if isinstance(value, list) else [value]) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1", field=name)
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
+    if max(args.batch) > _MOST_STREAMS:
+        raise UsageError(f"--batch must be at most {_MOST_STREAMS}")
     if not all(0.0 <= share <= 1.0 for share in args.acceptance):
-        raise ConfigError("--acceptance must be between 0 and 1", field="acceptance")
+        raise UsageError("--acceptance must be between 0 and 1")
+    if not 0.0 <= args.temperature < math.inf:
+        raise UsageError("--temperature must be at least 0")
+    if args.config is not None:
+        _check_config(args.config)
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    """Before an engine is made for each method."""
+    from quire.speculation.options import SpeculationOptions
+
+    named = {"model": "made later"} if config.get("method") == "draft_model" else {}  # see `_with_model`
+    try:
+        SpeculationOptions.parse({**named, **config})
+    except ConfigError as error:
+        raise UsageError(f"--config: {error}") from None
 
 
 def _with_model(config: dict[str, Any], model: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:

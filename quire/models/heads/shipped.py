@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ModelLoadError
 from quire.models.heads.ends import HeadTarget
 from quire.models.spec import DecoderSpec
 
@@ -36,24 +36,29 @@ def shipped_head(spec: DecoderSpec) -> Path:
         shapes = config["hidden_size"], config["vocab_size"], config["target"]["num_hidden_layers"]
         if shapes == (spec.hidden_size, spec.vocab_size, spec.num_layers):
             return folder
-    raise _none_for("this model", names)
+    known = f"only for {', '.join(names)}" if names else "for none"
+    raise ConfigError("speculative_config method 'eagle' has no model, and no head comes with Quire for this model "
+                      f"({known}): give the path or hub id of a head as model, or make one with quire train eagle",
+                      field="speculative_config")
 
 
 def check_target(config: Mapping[str, Any], decoder: HeadTarget) -> None:
-    """Refuse a shipped head with a model that only has the shapes of the one it is for."""
-    target = config.get("target")
-    norm = decoder.final_norm
-    if isinstance(target, dict) and (norm is None or digest(norm.weight) != target["final_norm"]):
-        raise _none_for("this model, which only has the shapes of another", [target["name"]])
+    """Refuse a head that says which model it is for with one that only has the shapes of that."""
+    target, norm = config.get("target"), decoder.final_norm
+    if target is None:
+        return
+    if not isinstance(target, dict):
+        raise ModelLoadError(f"config.json of the head: target must be a mapping, not {target!r:.80}")
+    for field in ("name", "final_norm"):
+        if not isinstance(target.get(field), str):
+            raise ModelLoadError(f"config.json of the head: target.{field} must be a text, not "
+                                 f"{target.get(field)!r:.80}")
+    if norm is None or digest(norm.weight) != target["final_norm"]:
+        raise ConfigError(f"speculative_config method 'eagle': the head was trained for {target['name']}, and this "
+                          "model only has the shapes of that: give the path or hub id of a head for this model as "
+                          "model, or make one with quire train eagle", field="speculative_config")
 
 
 def digest(norm: Tensor) -> str:
     """Of the weight of a final norm."""
     return hashlib.sha256(norm.float().cpu().contiguous().numpy().tobytes()).hexdigest()
-
-
-def _none_for(what: str, names: list[str]) -> ConfigError:
-    known = f"only for {', '.join(names)}" if names else "for none"
-    return ConfigError(f"speculative_config method 'eagle' has no model, and no head comes with Quire for {what} "
-                       f"({known}): give the path or hub id of a head as model, or make one with quire train eagle",
-                       field="speculative_config")

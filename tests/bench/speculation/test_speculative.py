@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from quire.bench.speculation.command import _TINY as TINY
+from quire.bench.speculation.command import _length
 from quire.bench.speculation.dropped_layers import write_dropped
 from quire.cli.main import main
 from quire.models.build import dummy_weights
 from quire.models.loader.source import resolve_model
+from tests.checkpoints import make_checkpoint
 
 
 def test_a_line_for_each_case_with_speedup_acceptance_and_equal_tokens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,12 +40,23 @@ def test_a_line_for_each_case_with_speedup_acceptance_and_equal_tokens(capsys: p
     (["--max-tokens", "0"], "--max-tokens must be at least 1"),
     (["--drafts", "-1"], "--drafts must be at least 1"),
     (["--acceptance", "0.5", "2"], "--acceptance must be between 0 and 1"),
+    (["--batch", "100000"], "--batch must be at most 1024"),
+    (["--temperature", "-1"], "--temperature must be at least 0"),
+    (["--temperature", "nan"], "--temperature must be at least 0"),
+    (["--config", '{"method": "ngrams"}'], "--config: speculative_config"),
+    (["--config", "{}"], "--config: speculative_config needs a method"),
 ])
 def test_numbers_that_cannot_be_measured_are_refused(capsys: pytest.CaptureFixture[str], given: list[str],
                                                      said: str) -> None:
-    assert main(["bench", "speculative", "--shapes", "tiny", *given]) != 0
+    assert main(["bench", "speculative", "--shapes", "tiny", *given]) == 2
     found = capsys.readouterr()
     assert said in found.err and not found.out
+
+
+def test_a_model_of_few_positions_is_measured_within_them(tmp_path: Path) -> None:
+    for positions, length in ((256, 256), (4096, 2048)):
+        make_checkpoint(tmp_path / str(positions), "llama", max_position_embeddings=positions)
+        assert _length(str(tmp_path / str(positions))) == length
 
 
 def test_a_draft_model_is_the_target_without_some_of_its_layers(tmp_path: Path) -> None:
