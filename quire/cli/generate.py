@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json or args.stream is False:
             outputs = llm.generate(texts, params, use_tqdm=sys.stderr.isatty())
             for number, output in enumerate(outputs):
-                _print_whole(prompts, number, output, args.json)
+                _print_whole(prompts, number, output, args.json, _has_text(llm, params))
         else:
             outputs = _stream(llm, prompts, texts, params)
     return _finish(outputs, quiet=args.json)
@@ -160,17 +160,21 @@ def _heading(prompts: list[str], number: int) -> str:
     return before + styled(f"[{number + 1}/{len(prompts)}] {shown}", BOLD, sys.stdout) + "\n"
 
 
-def _answer_text(output: RequestOutput) -> str:
-    """The text of every sequence, or its ids where there is no text."""
-    texts = [c.text if c.text or not c.token_ids else " ".join(map(str, c.token_ids)) for c in output.outputs]
-    return "\n".join(texts)
+def _has_text(llm: LLM, params: SamplingParams) -> bool:
+    """Whether answers are texts; else they are token ids."""
+    return llm.tokenizer is not None and params.detokenize
 
 
-def _print_whole(prompts: list[str], number: int, output: RequestOutput, as_json: bool) -> None:
+def _answer_text(output: RequestOutput, has_text: bool) -> str:
+    """The text of every sequence, or its ids. A text is empty where the model ends at once."""
+    return "\n".join(c.text if has_text else " ".join(map(str, c.token_ids)) for c in output.outputs)
+
+
+def _print_whole(prompts: list[str], number: int, output: RequestOutput, as_json: bool, has_text: bool) -> None:
     if as_json:
         print(json.dumps(_record(prompts[number], output), ensure_ascii=False))
     else:
-        print(_heading(prompts, number) + _safe(_answer_text(output)))
+        print(_heading(prompts, number) + _safe(_answer_text(output, has_text)))
 
 
 def _safe(text: str) -> str:
@@ -183,13 +187,13 @@ def _stream(llm: LLM, prompts: list[str], texts: list[Any], params: SamplingPara
     finished: dict[int, RequestOutput] = {}
     latest: dict[int, RequestOutput] = {}
     written: dict[int, int] = {}
-    turn = 0
+    turn, has_text = 0, _has_text(llm, params)
     for number, output in _numbered(llm, texts, params):
         latest[number] = output
         if output.finished:
             finished[number] = output
         while turn < len(texts) and turn in latest:
-            text = _answer_text(latest[turn]) if turn in finished else latest[turn].outputs[0].text
+            text = _answer_text(latest[turn], has_text) if turn in finished else latest[turn].outputs[0].text
             start = written.get(turn)
             heading = _heading(prompts, turn) if start is None else ""
             sys.stdout.write(heading + _safe(text[start or 0 :]))

@@ -51,6 +51,15 @@ def test_the_command_writes_the_text_that_the_library_makes(
 
 
 @pytest.mark.parametrize("flag", ["--stream", "--no-stream"])
+def test_an_answer_that_ends_at_once_is_an_empty_line(
+    flag: str, generate: Callable[..., Done], expected: Callable[..., list[str]]
+) -> None:
+    """Not the ids of its tokens."""
+    done = generate("Hello", flag, "--stop", expected("Hello")[0][:1])
+    assert done.code == 0 and done.out == "\n"
+
+
+@pytest.mark.parametrize("flag", ["--stream", "--no-stream"])
 def test_several_prompts_are_shown_in_their_order(
     flag: str, generate: Callable[..., Done], expected: Callable[..., list[str]]
 ) -> None:
