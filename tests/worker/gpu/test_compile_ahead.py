@@ -249,6 +249,8 @@ def test_it_is_done_where_there_are_cores_a_known_chip_and_a_cache(
     request, shares, threads, marker = begun(monkeypatch, tmp_path / "new")
     assert CompileRequest.read(request.text()) == request
     assert shares * threads == 16 and marker.parent == tmp_path / "new"
+    assert begun(monkeypatch, tmp_path / "new", cores=8)[1:3] == (2, 4)
+    assert begun(monkeypatch, tmp_path / "new", cores=192)[1:3] == (4, 4)
     assert begun(monkeypatch, tmp_path / "new", deterministic=True)[3] != marker
     marker.touch()
     assert begun(monkeypatch, tmp_path / "new") is None

@@ -30,6 +30,8 @@ _LEAST_CORES = 8
 _CORES_OF_A_PROCESS = 4
 """Threads of each: a kernel takes Python's lock for a seventh of its time. On 16 cores of an H200's host all kernels
 took 12.4 s with 8 threads, 10.9 s with 4."""
+_MOST_PROCESSES = 4
+"""Each imports torch, and asks for all kernels to compile its share: more of them than that were no faster."""
 _PATIENCE = 60.0
 """Seconds from the start of the processes after which they are ended."""
 _log = logging.getLogger(__name__)
@@ -125,7 +127,7 @@ def _begun(config: Mapping[str, Any], options: DeviceOptions, block_size: int) -
     marker = _cache() / f"quire-{request.digest(triton, torch.__version__, sys.version)}"
     if marker.exists() or not _writable(marker):
         return None
-    return CompileAhead(request, max(1, cores // _CORES_OF_A_PROCESS), _CORES_OF_A_PROCESS, marker)
+    return CompileAhead(request, min(_MOST_PROCESSES, cores // _CORES_OF_A_PROCESS), _CORES_OF_A_PROCESS, marker)
 
 
 def chip_of(found: Any) -> Chip:
