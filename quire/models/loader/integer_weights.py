@@ -174,7 +174,7 @@ class _Reader:
         if self._scheme.layout == "compressed-tensors":
             return self._compressed()
         bits = self._scheme.bits[0]
-        packed, scales = self._words("qweight"), self._floats("scales")
+        packed, scales = self._words("qweight"), self._scales("scales")
         columns = scales.shape[1]
         in_word = 32 // bits if self._scheme.layout == "awq" else 1
         if packed.shape[1] * in_word != columns:
@@ -194,8 +194,7 @@ class _Reader:
         return self._grouped(codes, scales.t().contiguous(), zeros.contiguous(), bits, "scales", "g_idx")
 
     def _compressed(self) -> StoredWeight:
-        scales = self._tensor("weight_scale")
-        scales = scales.to(torch.float32).reshape(-1, 1) if scales.dim() < 2 else self._floats("weight_scale")
+        scales = self._scales("weight_scale", flat=True)
         codes, bits = self._compressed_codes()
         rows = codes.shape[0]
         if scales.shape[0] == 1:
@@ -313,11 +312,18 @@ class _Reader:
             self._refuse(member, "int32 words of two dimensions")
         return _Words(held)
 
-    def _floats(self, member: str) -> Tensor:
+    def _scales(self, member: str, flat: bool = False) -> Tensor:
+        """float32 of two dimensions; `flat`: the file may have fewer. Some tools write negative ones, and a group of
+        zeros may have a scale of zero."""
         tensor = self._tensor(member)
+        if flat and tensor.dim() < 2:
+            tensor = tensor.reshape(-1, 1)
         if not tensor.is_floating_point() or tensor.dim() != 2:
             self._refuse(member, "floats of two dimensions")
-        return tensor.to(torch.float32)
+        scales = tensor.to(torch.float32)
+        if not scales.isfinite().all():
+            raise ModelLoadError(f"tensor {self._module + '.' + member!r} has a scale that is infinite or no number")
+        return scales
 
     def _tensor(self, member: str) -> Tensor:
         """All of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,37 @@ def test_a_wrong_shape_is_refused_by_the_name_of_its_tensor(
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match=r"layers\.\d\.(mlp|self_attn)\.\w+_proj"):
         dict(resolve_model(str(tmp_path)).weights())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("kind", "member"), [
+    ("awq in groups of 64, bfloat16 scales", "scales"), ("gptq", "scales"), ("compressed", "weight_scale"),
+    ("w8a8", "weight_scale"),
+])  # fmt: skip
+def test_a_scale_that_is_no_number_is_refused(kind: str, member: str, value: float, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, *KEPT[kind][:2])
+    name = f"model.layers.1.mlp.down_proj.{member}"
+    _change(tmp_path, name, lambda scales: scales.view(-1)[:1].fill_(value))
+    with pytest.raises(ModelLoadError, match=f"{name}' has a scale that is infinite or no number"):
+        list(resolve_model(str(tmp_path)).stored_weights())
+
+
+@pytest.mark.parametrize("kind", ["awq in groups of 64, bfloat16 scales", "compressed"])
+def test_scales_of_zero_and_below_are_numbers_like_others(kind: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, *KEPT[kind][:2])
+    before = dict(resolve_model(str(tmp_path)).weights())
+    member = "weight_scale" if kind == "compressed" else "scales"
+    _change(tmp_path, f"model.layers.1.mlp.down_proj.{member}", lambda scales: scales.mul_(-1)[..., :1].fill_(0))
+    after = dict(resolve_model(str(tmp_path)).weights())
+    changed = "model.layers.1.mlp.down_proj.weight"
+    assert after[changed].eq(-before[changed]).logical_or(after[changed] == 0).all()
+    assert 0 < (after[changed] == 0).sum() < after[changed].numel()
+
+
+def _change(folder: Path, name: str, change: Callable[[torch.Tensor], object]) -> None:
+    stored = load_file(folder / "model.safetensors")
+    change(stored[name])
+    save_file(stored, folder / "model.safetensors")
 
 
 def test_a_weight_without_its_codes_is_refused(tmp_path: Path) -> None:
