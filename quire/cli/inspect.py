@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     source = open_source(config)
     config = with_shipped_head(config, source)
+    _check_head(config)
     plain = read_spec(source.config)
     spec = plain.with_kv_dtype(config.cache.kv_cache_dtype)
     facts = {**_identity(source), **_shape(spec)}
@@ -68,6 +69,15 @@ def run(args: argparse.Namespace) -> int:
     facts["longrope"] = _longrope(spec, config.model.max_model_len)
     print(json.dumps(facts) if args.json else _page(facts))
     return 0
+
+
+def _check_head(config: EngineConfig) -> None:
+    """An engine on a GPU refuses this; what is said of int8 comes with the memory of a CPU."""
+    from quire.speculation.options import refuse_with_heads
+
+    options = config.speculation.options
+    if options is not None and options.reads_states:
+        refuse_with_heads(options.method, {"kv_cache_dtype": config.cache.kv_cache_dtype == "fp8"})
 
 
 def _sizes(config: EngineConfig) -> tuple[int, int]:

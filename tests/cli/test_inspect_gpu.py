@@ -191,3 +191,11 @@ def test_latents_have_no_cache_in_fp8(tmp_path: Path, inside: Callable[..., Done
     assert "in fp8" not in inside("inspect", str(tmp_path)).out
     done = inside("inspect", str(tmp_path), "--kv-cache-dtype", "fp8")
     assert done.code == 1 and "latents (MLA): use kv_cache_dtype='auto'" in done.err
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_a_narrow_cache_beside_a_head_is_refused_as_an_engine_would(
+    dtype: str, smollm2: str, inside: Callable[..., Done]
+) -> None:
+    done = inside("inspect", smollm2, "--speculative", "eagle", "--kv-cache-dtype", dtype)
+    assert done.code == 1 and "kv_cache_dtype does not go with speculative_config method 'eagle'" in done.err
