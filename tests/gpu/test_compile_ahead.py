@@ -45,6 +45,7 @@ def test_a_start_finds_every_kernel_that_was_compiled_ahead(tmp_path: Path, chan
     from quire.bench.gpu.cases import MODELS
     from quire.child import child_environment
     from quire.kernels.quantized import Rounding
+    from quire.worker.gpu.compile_ahead.processes import Compilers
     from quire.worker.gpu.compile_ahead.request import CompileRequest
     from quire.worker.gpu.compile_ahead.start import CompileAhead, chip_of
     from quire.worker.gpu.options import DeviceOptions
@@ -54,7 +55,7 @@ def test_a_start_finds_every_kernel_that_was_compiled_ahead(tmp_path: Path, chan
     request = CompileRequest(MODELS["8b"], options, 16, chip_of(torch.cuda.get_device_properties(0)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-        CompileAhead(request, 2, 4, tmp_path / "done").wait()
+        CompileAhead(request, Compilers(2, 4), tmp_path / "done").wait()
     assert (tmp_path / "done").exists()
     done = subprocess.run([sys.executable, "-c", START, json.dumps(changes)], capture_output=True, text=True,
                           env=child_environment(TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=ROOT), check=False)

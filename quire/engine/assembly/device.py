@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quire.kvtransfer.memory import KVMemory
     from quire.models.loader.source import ModelSource
     from quire.models.spec import DecoderSpec
+    from quire.worker.gpu.compile_ahead.processes import Compilers
     from quire.worker.gpu.compile_ahead.start import CompileAhead
     from quire.worker.gpu.options import DeviceOptions
     from quire.worker.memory import PoolSize
@@ -88,7 +89,7 @@ def _check_quantization(config: EngineConfig, gpu: bool) -> None:
 def _check_compile_ahead(config: EngineConfig, gpu: bool, source: ModelSource | None) -> None:
     """Refuse it where nothing would be compiled ahead, whatever the machine."""
     sizes = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-    codes = source is not None and source.stores_codes and not config.model.asks_for_floats
+    codes = source is not None and keeps_codes(source, config)
     for fault, why in ((not gpu, "a CPU compiles nothing at start"),
                        (sizes > 1, "it is not done over several ranks so far"),
                        (codes, "kernels of weights that a file stores quantized are known when they are loaded"),
@@ -145,8 +146,10 @@ def missing_for_gpu() -> str | None:
     return None
 
 
-def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
-    """The worker of a resolved configuration, and who runs plans on it."""
+def build_worker(source: ModelSource, config: EngineConfig,
+                 compilers: Compilers | None = None) -> tuple[ModelWorker, Executor]:
+    """The worker of a resolved configuration, and who runs plans on it. `compilers`: processes that wait for the
+    kernels of a GPU's first start."""
     if config.parallel.distributed:
         from quire.engine.assembly.ranks import build_ranks
 
@@ -154,7 +157,9 @@ def build_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker
     if config.model.executor == "dummy":
         return _no_worker(source, config)
     if config.model.device == "cuda":
-        return _gpu_worker(source, config)
+        return _gpu_worker(source, config, compilers)
+    if compilers is not None:
+        compilers.close()  # torch cannot use this machine's GPU
     from quire.executor.local import LocalExecutor
     from quire.worker.worker import Worker
 
@@ -181,7 +186,8 @@ def _no_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, 
     return NoWorker(spec, pool), DummyExecutor(spec.vocab_size, config.model.dummy_step_ms / 1e3)
 
 
-def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker, Executor]:
+def _gpu_worker(source: ModelSource, config: EngineConfig,
+                compilers: Compilers | None = None) -> tuple[ModelWorker, Executor]:
     from quire.executor.device import DeviceExecutor
     from quire.models.registry import read_spec
     from quire.worker.gpu.options import device_options
@@ -189,7 +195,7 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
     from quire.worker.gpu.worker import GpuWorker
 
     options = device_options(config, read_spec(source.config).max_positions)
-    ahead = _compile_ahead(source, config, options)
+    ahead = _compile_ahead(source, config, options, compilers)
     try:
         weights = None if config.model.load_format == "dummy" else _device_weights(source, config)
         worker = GpuWorker(source.config, weights, config.cache, options, speculation=speculation_of(config, source),
@@ -200,13 +206,21 @@ def _gpu_worker(source: ModelSource, config: EngineConfig) -> tuple[ModelWorker,
     return worker, DeviceExecutor(worker, worker.expert_load)
 
 
-def _compile_ahead(source: ModelSource, config: EngineConfig, options: DeviceOptions) -> CompileAhead | None:
+def _compile_ahead(source: ModelSource, config: EngineConfig, options: DeviceOptions,
+                   compilers: Compilers | None) -> CompileAhead | None:
     """Of weights that a file stores quantized nobody knows the kernels before they are loaded."""
     from quire.worker.gpu.compile_ahead.start import compile_ahead
 
-    if config.model.compile_ahead is False or (source.stores_codes and not config.model.asks_for_floats):
-        return None
-    return compile_ahead(source.config, options, config.cache.block_size)
+    wanted = config.model.compile_ahead is not False and not keeps_codes(source, config)
+    ahead = compile_ahead(source.config, options, config.cache.block_size, compilers) if wanted else None
+    if ahead is None and compilers is not None:
+        compilers.close()  # nobody will tell them anything
+    return ahead
+
+
+def keeps_codes(source: ModelSource, config: EngineConfig) -> bool:
+    """Whether weights stay as the file quantized them."""
+    return source.stores_codes and not config.model.asks_for_floats
 
 
 def _device_weights(source: ModelSource, config: EngineConfig) -> Iterator[tuple[str, StoredWeight]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config import CPU_DEFAULTS, EngineConfig
 from quire.engine.assembly.calibration import measure_move_cost, measure_step_times
-from quire.engine.assembly.device import ModelWorker, build_worker, draft_rows, resolve
+from quire.engine.assembly.device import ModelWorker, build_worker, draft_rows, keeps_codes, resolve
 from quire.engine.assembly.grammar_process import start_nursery
 from quire.engine.assembly.pool_tiers import build_pool_tiers, has_pool
 from quire.engine.assembly.source import open_source, with_shipped_head
@@ -34,6 +34,7 @@ from quire.structured.compiler import CompileLimits, GrammarCompiler
 from quire.structured.isolated import IsolatedGrammars
 from quire.structured.packets import CellLimits
 from quire.structured.vocabulary import Vocabulary, read_vocabulary
+from quire.worker.gpu.compile_ahead.early import begin_early
 from quire.worker.memory import PoolSize, groups_with_draft
 
 if TYPE_CHECKING:
@@ -65,10 +66,15 @@ def build_engine(config: EngineConfig, progress: bool = True, clock: Callable[[]
     With the `options` that `config` was made of, grammars of structured outputs get processes of their own.
     """
     source = open_source(config, progress)
-    if not config.model.skip_tokenizer_init:
-        source.start_tokenizer()
-    config = with_shipped_head(resolve(config, source), source)
-    worker, executor = build_worker(source, config)
+    compilers = None if keeps_codes(source, config) else begin_early(config)
+    try:
+        if not config.model.skip_tokenizer_init:
+            source.start_tokenizer()
+        config = with_shipped_head(resolve(config, source), source)
+        worker, executor = build_worker(source, config, compilers)
+    finally:
+        if compilers is not None:
+            compilers.close()
     try:
         return _connect_rooms(config, source, worker, executor, clock, options)
     except BaseException:

@@ -26,7 +26,11 @@ from quire.models.build import build_decoder, dummy_weights
 from quire.ops.cpu import CpuOps
 from quire.worker.gpu import launches as launches_module
 from quire.worker.gpu import worker as worker_module
+from quire.worker.gpu.compile_ahead import early as early_module
+from quire.worker.gpu.compile_ahead import processes as processes_module
 from quire.worker.gpu.compile_ahead import start as start_module
+from quire.worker.gpu.compile_ahead.early import begin_early
+from quire.worker.gpu.compile_ahead.processes import Compilers
 from quire.worker.gpu.compile_ahead.request import Chip, CompileRequest
 from quire.worker.gpu.compile_ahead.start import CompileAhead, compile_ahead
 from quire.worker.gpu.options import DeviceOptions
@@ -185,14 +189,18 @@ def _name(digest: str) -> str:
 # ---- the processes
 
 
-@pytest.fixture
-def sleeper(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Processes that wait for so many seconds and end with a code, in place of those that compile."""
+REQUEST = CompileRequest(SMALL, OPTIONS, 16, HOPPER)
 
-    def start(seconds: float, code: int, marker: Path, shares: int = 2) -> CompileAhead:
-        program = f"import sys, time; sys.stdin.read(); time.sleep({seconds}); sys.exit({code})"
-        monkeypatch.setattr(start_module, "module_command", lambda *_: [sys.executable, "-c", program])
-        return CompileAhead(CompileRequest(SMALL, OPTIONS, 16, HOPPER), shares, 1, marker)
+
+@pytest.fixture
+def sleepers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Processes that wait for so many seconds when they were told, and end with a code, in place of those that
+    compile."""
+
+    def start(seconds: float, code: int) -> Compilers:
+        program = f"import sys, time; sys.exit(0) if not sys.stdin.read() else time.sleep({seconds}); sys.exit({code})"
+        monkeypatch.setattr(processes_module, "module_command", lambda *_: [sys.executable, "-c", program])
+        return Compilers(2, 1)
 
     return start
 
@@ -201,57 +209,89 @@ def gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_a_start_waits_for_them_and_the_next_one_knows(sleeper: Any, tmp_path: Path) -> None:
-    ahead = sleeper(0.1, 0, tmp_path / "done")
-    pids = ahead.pids
-    ahead.wait()
+def test_a_start_waits_for_them_and_the_next_one_knows(sleepers: Any, tmp_path: Path) -> None:
+    compilers = sleepers(0.1, 0)
+    pids = compilers.pids
+    CompileAhead(REQUEST, compilers, tmp_path / "done").wait()
     assert gone(pids) and (tmp_path / "done").exists()
 
 
 @pytest.mark.parametrize("code", [1, 7])
-def test_one_that_fails_is_passed_over(sleeper: Any, tmp_path: Path, code: int) -> None:
-    ahead = sleeper(0.0, code, tmp_path / "done")
-    ahead.wait()
+def test_one_that_fails_is_passed_over(sleepers: Any, tmp_path: Path, code: int) -> None:
+    CompileAhead(REQUEST, sleepers(0.0, code), tmp_path / "done").wait()
     assert not (tmp_path / "done").exists()
 
 
-def test_one_that_hangs_is_ended(sleeper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_ended(sleepers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_module, "_PATIENCE", 0.5)
-    ahead = sleeper(600, 0, tmp_path / "done")
-    pids, began = ahead.pids, time.monotonic()
-    ahead.wait()
+    compilers = sleepers(600, 0)
+    pids, began = compilers.pids, time.monotonic()
+    CompileAhead(REQUEST, compilers, tmp_path / "done").wait()
     assert gone(pids) and time.monotonic() - began < 30 and not (tmp_path / "done").exists()
 
 
-def test_a_start_that_fails_leaves_none_behind(sleeper: Any, tmp_path: Path) -> None:
-    ahead = sleeper(600, 0, tmp_path / "done")
-    pids = ahead.pids
+def test_a_start_that_fails_leaves_none_behind(sleepers: Any, tmp_path: Path) -> None:
+    compilers = sleepers(600, 0)
+    pids = compilers.pids
+    ahead = CompileAhead(REQUEST, compilers, tmp_path / "done")
     ahead.close()
     ahead.close()
     assert gone(pids) and not (tmp_path / "done").exists()
 
 
-def begun(monkeypatch: pytest.MonkeyPatch, folder: Path, cores: int = 16, major: int = 9, **options: Any) -> Any:
-    """What `compile_ahead` would start on such a machine; None: nothing."""
+def test_a_request_that_fills_a_pipe_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    program = f"import sys; open({str(said)!r}, 'w').write(sys.stdin.read())"
+    monkeypatch.setattr(processes_module, "module_command", lambda *_: [sys.executable, "-c", program])
+    compilers = Compilers(1, 1)
+    compilers.tell("x" * (1 << 20))
+    assert compilers.wait(time.monotonic() + 60) is None and said.read_text() == "x" * (1 << 20)
+    compilers.close()
+
+
+def test_one_that_has_ended_before_it_was_told_stops_no_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processes_module, "module_command",
+                        lambda *_: [sys.executable, "-c", "raise SystemExit('no torch')"])
+    compilers = Compilers(1, 1)
+    compilers.wait(time.monotonic() + 60)
+    with caplog.at_level("INFO"):
+        CompileAhead(REQUEST, compilers, tmp_path / "done").wait()
+    assert "no torch" in caplog.text and not (tmp_path / "done").exists()
+
+
+def test_a_process_that_is_told_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    compilers = Compilers(1, 1)
+    compilers.tell("")
+    assert compilers.wait(time.monotonic() + 120) is None
+    compilers.close()
+
+
+def begun(monkeypatch: pytest.MonkeyPatch, folder: Path, cores: int = 16, major: int = 9, waiting: Any = None,
+          **options: Any) -> Any:
+    """What `compile_ahead` would tell whom on such a machine; None: nothing."""
     found: list[Any] = []
     chip = SimpleNamespace(major=major, minor=0, multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(start_module, "_cache", lambda: folder)
+    monkeypatch.setattr(processes_module, "Compilers", lambda *given: given)
     monkeypatch.setattr(start_module, "CompileAhead", lambda *given: found.append(given))
-    assert compile_ahead(SMALL, replace(OPTIONS, **options), 16) is None
+    assert compile_ahead(SMALL, replace(OPTIONS, **options), 16, waiting) is None
     return found[0] if found else None
 
 
 def test_it_is_done_where_there_are_cores_a_known_chip_and_a_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    request, shares, threads, marker = begun(monkeypatch, tmp_path / "new")
+    request, compilers, marker = begun(monkeypatch, tmp_path / "new")
     assert CompileRequest.read(request.text()) == request
-    assert shares * threads == 16 and marker.parent == tmp_path / "new"
-    assert begun(monkeypatch, tmp_path / "new", cores=8)[1:3] == (2, 4)
-    assert begun(monkeypatch, tmp_path / "new", cores=192)[1:3] == (4, 4)
-    assert begun(monkeypatch, tmp_path / "new", deterministic=True)[3] != marker
+    assert compilers == (4, 4) and marker.parent == tmp_path / "new"
+    assert begun(monkeypatch, tmp_path / "new", cores=8)[1] == (2, 4)
+    assert begun(monkeypatch, tmp_path / "new", cores=192)[1] == (4, 4)
+    assert begun(monkeypatch, tmp_path / "new", waiting="those that wait")[1] == "those that wait"
+    assert begun(monkeypatch, tmp_path / "new", deterministic=True)[2] != marker
     marker.touch()
     assert begun(monkeypatch, tmp_path / "new") is None
     for changes in ({"cores": 4}, {"major": 8}, {"major": 10}, {"enforce_eager": True}):
@@ -265,14 +305,83 @@ def test_what_it_cannot_find_out_stops_no_start(monkeypatch: pytest.MonkeyPatch,
     assert begun(monkeypatch, tmp_path / "file") is None
 
 
+# ---- begun before torch is imported
+
+
+@pytest.fixture
+def first_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine with a GPU, 16 cores and an empty cache: the cache."""
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(early_module, "_DRIVER", str(tmp_path / "driver"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(processes_module, "Compilers", lambda *given: given)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def early(**options: Any) -> Any:
+    return begin_early(EngineConfig.create(model="m", load_format="dummy", **options))
+
+
+def test_processes_are_begun_early_on_a_first_start_on_a_gpu(first_start: Path) -> None:
+    assert early() == early(device="cuda", compile_ahead=True) == (4, 4)
+    first_start.mkdir()
+    assert early() == (4, 4)
+    (first_start / "quire-0123").touch()
+    assert early() is None, "another start has compiled ahead"
+
+
+@pytest.mark.parametrize("options", [
+    {"device": "cpu"}, {"compile_ahead": False}, {"enforce_eager": True}, {"tensor_parallel_size": 2},
+    {"executor": "dummy"},
+], ids=str)  # fmt: skip
+def test_none_is_begun_early_where_the_config_has_no_use_for_it(first_start: Path, options: dict[str, Any]) -> None:
+    assert early(**options) is None
+
+
+def test_none_is_begun_early_without_a_driver_the_cores_or_that_triton(
+    first_start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(early_module, "_DRIVER", str(first_start / "none"))
+        assert early() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+        assert early() is None
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.metadata.version", lambda name: "3.7.0")
+        assert early() is None
+
+
+@pytest.mark.parametrize("names", [(), ("TRITON_CACHE_DIR",), ("TRITON_HOME",), ("TRITON_CACHE_DIR", "TRITON_HOME")])
+def test_the_cache_is_looked_for_where_triton_keeps_it(names: tuple[str, ...], tmp_path: Path) -> None:
+    own = {name: value for name, value in environment().items() if not name.startswith("TRITON_")}
+    own |= {name: str(tmp_path / name) for name in names} | {"HOME": str(tmp_path)}
+    program = ("from triton import knobs; from quire.worker.gpu.compile_ahead.early import kernel_cache as ours; "
+               "import os; print(os.path.normpath(knobs.cache.dir)); print(ours())")
+    done = subprocess.run([sys.executable, "-c", program], env=own, capture_output=True, text=True, check=True)
+    theirs, ours = done.stdout.split()
+    assert theirs == ours
+
+
+def test_looking_early_imports_no_torch() -> None:
+    program = ("import sys; from quire.config import EngineConfig; "
+               "from quire.worker.gpu.compile_ahead import early; early._DRIVER = '/'; "
+               "early.begin_early(EngineConfig.create(model='m')); print('torch' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True,
+                          check=True)  # fmt: skip
+    assert done.stdout.split() == ["False"]
+
+
 # ---- in the start of an engine
 
 
 def start_of_an_engine(
-    monkeypatch: pytest.MonkeyPatch, fails: bool = False, stores_codes: bool = False, **asked: Any
+    monkeypatch: pytest.MonkeyPatch, fails: bool = False, stores_codes: bool = False, told: bool = True, **asked: Any
 ) -> list[str]:
-    """What happens, in order."""
+    """What happens, in order. `told`: not on a machine where processes that wait have nothing to do."""
     called: list[str] = []
+    waiting: Any = SimpleNamespace(close=lambda: called.append("end those that wait"))
 
     class Worker:
         arrivals = None
@@ -287,8 +396,10 @@ def start_of_an_engine(
         def expert_load(self) -> None:
             """For the executor."""
 
-    def begin(config: Any, options: DeviceOptions, block_size: int) -> Any:
-        assert (config, options.max_model_len, block_size) == (SMALL, 600, 16)
+    def begin(config: Any, options: DeviceOptions, block_size: int, compilers: Any) -> Any:
+        assert (config, options.max_model_len, block_size, compilers) == (SMALL, 600, 16, waiting)
+        if not told:
+            return None
         called.append("begin")
         return SimpleNamespace(wait=lambda: called.append("wait"), close=lambda: called.append("close"))
 
@@ -298,7 +409,7 @@ def start_of_an_engine(
                                  **{"compile_ahead": True, **asked})
     source: Any = SimpleNamespace(config=SMALL, stores_codes=stores_codes)
     with pytest.raises(MemoryError) if fails else nullcontext():
-        device_module._gpu_worker(source, config)
+        device_module._gpu_worker(source, config, waiting)
     return called
 
 
@@ -307,9 +418,10 @@ def test_an_engine_waits_for_kernels_when_its_weights_are_there_and_ends_who_is_
 ) -> None:
     assert start_of_an_engine(monkeypatch) == ["begin", "weights", "wait", "close"]
     assert start_of_an_engine(monkeypatch, fails=True) == ["begin", "weights", "close"]
-    assert start_of_an_engine(monkeypatch, stores_codes=True) == ["weights"]
+    assert start_of_an_engine(monkeypatch, told=False) == ["end those that wait", "weights"]
+    assert start_of_an_engine(monkeypatch, stores_codes=True) == ["end those that wait", "weights"]
     assert start_of_an_engine(monkeypatch, compile_ahead=None) == ["begin", "weights", "wait", "close"]
-    assert start_of_an_engine(monkeypatch, compile_ahead=False) == ["weights"]
+    assert start_of_an_engine(monkeypatch, compile_ahead=False) == ["end those that wait", "weights"]
 
 
 def test_a_worker_waits_for_kernels_once_before_a_step() -> None:

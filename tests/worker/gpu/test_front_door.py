@@ -22,7 +22,7 @@ from tests.worker.gpu.engines import GEMMA3, QWEN3
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
 
 
-def on_device(source: Any, config: Any) -> tuple[GpuWorker, DeviceExecutor]:
+def on_device(source: Any, config: Any, *_: Any) -> tuple[GpuWorker, DeviceExecutor]:
     """In the place of `build_worker`: what it does for a GPU, on CPU tensors."""
     from quire.models.build import dummy_weights
 

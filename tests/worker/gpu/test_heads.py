@@ -30,7 +30,7 @@ plain = test_eagle.plain
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1)
 
 
-def build(source: Any, config: Any) -> tuple[GpuWorker, DeviceExecutor]:
+def build(source: Any, config: Any, *_: Any) -> tuple[GpuWorker, DeviceExecutor]:
     """In the place of `build_worker`: what it does for a GPU, on CPU tensors."""
     seqs, asked = config.scheduler.max_num_seqs or 8, config.speculation.options
     options = DeviceOptions(device="cpu", dtype="float32", max_num_seqs=seqs,
