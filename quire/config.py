@@ -567,3 +567,9 @@ def gpu_index(name: str) -> int:
     """How this process counts a GPU that its machine calls by this number: it may see some of them only."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",").index(name) if visible else int(name)
+
+
+def kernel_cache() -> Path:
+    """Triton's folder of compiled kernels, found as Triton finds it, without importing it."""
+    given, home = os.environ.get("TRITON_CACHE_DIR"), os.environ.get("TRITON_HOME")
+    return Path(given) if given else Path(home or Path.home()) / ".triton" / "cache"

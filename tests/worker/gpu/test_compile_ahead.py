@@ -357,7 +357,7 @@ def test_none_is_begun_early_without_a_driver_the_cores_or_that_triton(
 def test_the_cache_is_looked_for_where_triton_keeps_it(names: tuple[str, ...], tmp_path: Path) -> None:
     own = {name: value for name, value in environment().items() if not name.startswith("TRITON_")}
     own |= {name: str(tmp_path / name) for name in names} | {"HOME": str(tmp_path)}
-    program = ("from triton import knobs; from quire.worker.gpu.compile_ahead.early import kernel_cache as ours; "
+    program = ("from triton import knobs; from quire.config import kernel_cache as ours; "
                "import os; print(os.path.normpath(knobs.cache.dir)); print(ours())")
     done = subprocess.run([sys.executable, "-c", program], env=own, capture_output=True, text=True, check=True)
     theirs, ours = done.stdout.split()

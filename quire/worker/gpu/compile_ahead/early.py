@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-from pathlib import Path
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, kernel_cache
 from quire.worker.gpu.compile_ahead.processes import Compilers, compilers_here
 
 KNOWN_TRITON = "3.6."
@@ -41,10 +40,3 @@ def _first_start() -> bool:
     """On a machine with a GPU that has compiled nothing ahead yet."""
     return (os.path.exists(_DRIVER) and importlib.metadata.version("triton").startswith(KNOWN_TRITON)
             and not any(kernel_cache().glob(f"{MARKER}*")))  # fmt: skip
-
-
-def kernel_cache() -> Path:
-    """Triton's folder, as Triton finds it, without importing it."""
-    given = os.environ.get("TRITON_CACHE_DIR")
-    home = os.environ.get("TRITON_HOME") or Path.home()
-    return Path(given) if given else Path(home) / ".triton" / "cache"
