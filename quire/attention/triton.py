@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.attention import prefill_libraries
 from quire.attention.backend import FreshPrompts, PrefillLibrary
 from quire.errors import InvariantError
+from quire.kernels.cuda import attention_cluster
 from quire.kernels.triton import hopper_prefill
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
 from quire.kernels.triton.attention_few import MOST_BESIDE_FEW, MOST_SEQUENCES, few_decode_attention
@@ -116,13 +117,16 @@ class TritonAttention:
         pdl: bool = False,
         fixed_early: bool = False,
         same_type: bool = False,
+        clusters: bool = False,
     ) -> None:
         """`fixed_early`: in deterministic mode the kernel of an early launch, in every step. `same_type`: keys and
-        values have the activations' type, as some kernels need it."""
+        values have the activations' type, as some kernels need it. `clusters`: few sequences decode by
+        `attention_cluster` where it can."""
         self.device = device
         self.deterministic = deterministic
         self._fixed_early = fixed_early and deterministic
         self._same_type = same_type
+        self._clusters = clusters
         self.pdl = pdl
         self._dtype = dtype
         self._dense = dense_prefill and not deterministic and dtype != torch.float32 and device.type == "cuda"
@@ -433,6 +437,8 @@ class TritonAttention:
         most = MOST_BESIDE_FEW if self.beside_few_gemm else MOST_SEQUENCES
         few = turn is not None and (ctx.drafted or (count <= most and not ctx.long))
         few = few and options["softcap"] is None
+        if few and turn is not None and self._decode_in_clusters(qkv, cache, table, ctx, shape, scale, turn, options):
+            return
         if few and turn is not None and few_fits(self.device, qkv.dtype, shape, turn, cache):
             few_decode_attention(
                 qkv, cache, *batch, turn, window=options["window"], out=options["out"], drafts=ctx.drafted, pdl=pdl)
@@ -446,6 +452,18 @@ class TritonAttention:
             decode_attention(qkv, cache, *batch, halves=sizes.carried, **options)
         else:
             rope_decode_attention(qkv, cache, *batch, turn, prefetch=self.device.type == "cuda", **options)
+
+    def _decode_in_clusters(
+        self, qkv: Tensor, cache: LayerCache, table: Tensor, ctx: DeviceContext, shape: HeadShape, scale: float,
+        turn: HeadTurn, options: dict[str, Any],
+    ) -> bool:  # fmt: skip
+        """Whether `attention_cluster` has done a step of few sequences."""
+        if not self._clusters or ctx.drafted or not attention_cluster.fits(self.device, qkv.dtype, shape, turn, cache):
+            return False
+        count = ctx.num_decodes
+        return attention_cluster.cluster_decode_attention(
+            qkv, cache, table, ctx.rows, ctx.context_len[:count], shape, scale, turn, window=options["window"],
+            out=options["out"], pdl=self.pdl and count == qkv.shape[0]) is not None
 
     def adapt(self, ctx: StepContext, shape: HeadShape, window: int | None) -> DeviceContext:
         """The context of a caller that did not prepare one: looks at the lengths on the host, so for tests

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import step_reference
+from quire.kernels.cuda import attention_cluster
 from quire.kernels.routing import Clamp, RoutedRows, RouterSpec
 from quire.kernels.slices import Slices, add_in_tree, finish_tree, rank_run
 from quire.kernels.triton import (
@@ -244,10 +245,11 @@ def check_rope_decode(
     pdl: bool = False,
     sinks: bool = False,
     few: bool = False,
+    clusters: tuple[attention_cluster.ClusterSizes, ...] | None = None,
     repeat: int = 1,
 ) -> float:
-    """The fused kernel (`few`: that of one or two sequences) beside the references of both it stands for, and beside
-    those two kernels."""
+    """The fused kernel (`few`: that of one or two sequences; with `clusters` the one in CUDA C, of these sizes or its
+    own) beside the references of both it stands for, and beside those two kernels."""
     stored = kv_dtype or dtype
     qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, [1] * len(lengths), lengths)
     scales = None
@@ -306,7 +308,12 @@ def check_rope_decode(
         mine, raw = copy_of(cache), qkv.clone()
         out = torch.full((len(lengths), shape.num_heads * shape.head_dim), math.nan, dtype=dtype, device=device)
         turn = HeadTurn(rope, *gains, 1e-6, scores)
-        if few:
+        if clusters is not None:
+            found = attention_cluster.cluster_decode_attention(
+                raw, mine, kernel_table, where, length, shape, 0.2, turn, window=window, out=out, sizes=clusters,
+                pdl=pdl)
+            assert found is not None
+        elif few:
             attention_few.few_decode_attention(raw, mine, *batch, turn, window=window, out=out, pdl=pdl)
         else:
             attention_rope.rope_decode_attention(

@@ -185,6 +185,36 @@ def test_the_kernel_of_few_sequences_takes_up_to_eight_beside_gemms_of_few_rows(
     assert (asked, launched.count("rope_decode")) == (([False] * 2, 0) if few else ([], 2))
 
 
+@pytest.mark.parametrize(("told", "there", "made"), [(True, True, True), (True, True, False), (True, False, True),
+                                                     (False, True, True)])  # fmt: skip
+def test_few_sequences_decode_in_clusters_where_they_are_told_to_and_the_kernel_can(
+    monkeypatch: pytest.MonkeyPatch, told: bool, there: bool, made: bool
+) -> None:
+    from quire.attention import triton as attention
+
+    asked: list[str] = []
+
+    def attend(qkv: torch.Tensor, *_: Any, out: torch.Tensor, **more: Any) -> torch.Tensor | None:
+        asked.append("few" if "drafts" in more else "clusters")
+        out.zero_()
+        return out if made else None
+
+    worker = worker_of(monkeypatch, QWEN3)
+    attends = worker._runner.contexts.attention
+    assert isinstance(attends, attention.TritonAttention) and not attends._clusters  # off by default
+    attends._clusters = told
+    monkeypatch.setattr(attention, "few_fits", lambda *_: True)
+    monkeypatch.setattr(attention, "few_decode_attention", attend)
+    monkeypatch.setattr(attention.attention_cluster, "fits", lambda *_: there)
+    monkeypatch.setattr(attention.attention_cluster, "cluster_decode_attention", attend)
+    decode(worker, 2)
+    layer = ["clusters"] if told and there else []
+    assert asked == 2 * (layer if layer and made else [*layer, "few"])
+    asked.clear()
+    decode(worker, 4)
+    assert not asked  # more sequences than are few here
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_few_rows_with_many_keys_take_pieces_and_a_kernel_for_bandwidth(
     monkeypatch: pytest.MonkeyPatch, rows: int
