@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from quire.bench.checkpoints.names import LAYOUT_NAMES
@@ -23,15 +25,25 @@ def run(args: argparse.Namespace) -> int:
         raise QuireError("--limit and --kl-texts are 0 or more")
     if gpu and (args.keep is not None or args.num_threads is not None):
         raise QuireError("--keep and --num-threads are for a CPU")
+    if args.keep is not None:
+        try:
+            Path(args.keep).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise QuireError(f"--keep: there can be no folder {args.keep}: {error.strerror}") from None
     files = LAYOUT_NAMES if "all" in args.files else tuple(args.files)
     asked = accuracy.Asked(args.model, tuple(args.tasks), args.limit or None, args.num_threads, args.keep, files)
     every, reference = ((format_accuracy.FORMATS, format_accuracy.REFERENCE) if gpu
                         else (accuracy.FORMATS, accuracy.REFERENCE))
     formats = args.formats or ([] if files else [name for name in every if name != reference])
     lines = (format_accuracy if gpu else accuracy).measure(asked, formats, args.kl_texts)
-    for line in table(lines, asked.tasks) if args.table else map(json.dumps, lines):
+    for line in table(lines, asked.tasks) if args.table else map(written, lines):
         print(line, flush=True)
     return 0
+
+
+def written(line: dict[str, Any]) -> str:
+    """In JSON, which has no infinite numbers: the error of one answer, or of one passage, is not known."""
+    return json.dumps({name: None if value == math.inf else value for name, value in line.items()})
 
 
 def table(lines: Iterable[dict[str, Any]], tasks: Sequence[str]) -> Iterator[str]:

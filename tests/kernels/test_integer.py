@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from quire.errors import EngineError, ModelLoadError
+from quire.kernels.cpu.library import supported_variants
 from quire.kernels.quantized import BLOCK, QuantizedWeight, Rounding, WeightUse
 from quire.kernels.slices import Slices, finish_tree, rank_run
 from quire.kernels.unread import UnreadWeight
@@ -238,6 +240,23 @@ def test_floats_are_rounded_to_the_nearest_codes(randn, rounding):
         step = spread.amax(-1) - spread.amin(-1) if rounding.zero_points else 2 * spread.abs().amax(-1)
         error = (found.dequantized() - weight).view(33, -1, found.group).pow(2).mean(-1).sqrt()
         assert (error <= 0.6 / levels * step).all()
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("variant", supported_variants())
+def test_a_weight_that_is_not_finite_is_not_hidden(randn, variant, rounding, bad):
+    """Its row says so, as that of floats does; rounding would pass over what is no number."""
+    weight = randn(33, 256)
+    weight[2, 37] = bad
+    ops = CpuOps(num_threads=1, variant=variant, rounding=rounding)
+    others = [row for row in range(33) if row != 2]
+    found, without = ops.quantized(weight), ops.quantized(weight[others])
+    assert found is not None and without is not None
+    result = ops.linear(randn(3, 256), ops.pack_quantized([found]))
+    assert not result[:, 2].isfinite().any()
+    assert result[:, others].isfinite().all()
+    assert torch.equal(without.dequantized(), found.rows(others).dequantized())
 
 
 @pytest.mark.parametrize("bits", [4, 5])

@@ -93,7 +93,8 @@ def test_a_table_that_grows_has_the_rows_of_a_whole_one(variant: str, monkeypatc
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"speculative_config": {"method": "skip_layers", "skipped_layers": [1], "num_speculative_tokens": 2}},
+    {}, {"speculative_config": {"method": "skip_layers", "skipped_layers": [1], "num_speculative_tokens": 2,
+                                "adaptive": False}},
     {"pipeline_parallel_size": 2, "distributed_executor_backend": "threads"},
 ])  # fmt: skip
 def test_an_engine_computes_rotations_before_steps_need_them(

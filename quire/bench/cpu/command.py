@@ -13,6 +13,7 @@ from typing import Any
 from quire.bench.cpu.case_process import CaseProcess, contest
 from quire.bench.cpu.cases import CASES, RIVALS, Workload, workload
 from quire.child import child_environment, module_command
+from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.machine import Ceilings, describe_machine, measure_ceilings, usable_cores
 
@@ -23,20 +24,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="model to measure (default: %(default)s)")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, help="which cases (default: all)")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each engine per case; the median counts")
-    parser.add_argument("--slices", action="store_true",
-                        help="instead of the cases: what summing in slices costs the GEMMs of a layer")
-    parser.add_argument("--sampling", action="store_true",
-                        help="instead of the cases: what sampling takes of a step of Qwen3-0.6B's shapes, 32 sequences")
-    parser.add_argument("--python", action="store_true",
-                        help="instead of the cases: what Python costs one stream, per token, outside the kernels")
-    parser.add_argument("--kernels", action="store_true",
-                        help="instead of the cases: the GEMMs and the attention of a layer one by one, with their "
-                             "rates and shares of the limit")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--slices", action="store_true",
+                         help="instead of the cases: what summing in slices costs the GEMMs of a layer")
+    instead.add_argument("--sampling", action="store_true",
+                         help="instead of the cases: what sampling takes of a step of 32 sequences of Qwen3-0.6B")
+    instead.add_argument("--python", action="store_true",
+                         help="instead of the cases: what Python costs one stream, per token, outside the kernels")
+    instead.add_argument("--kernels", action="store_true",
+                         help="instead of the cases: the GEMMs and the attention of a layer one by one, with their "
+                              "rates and shares of the limit")
     parser.add_argument("--quantization", choices=("file", "int8", "int4"),
                         help="Quire multiplies integers, as its option of this name says (default: float32)")
     parser.add_argument("--threads", nargs="+", type=int, metavar="N",
                         help="instead of the rival: the cases with these numbers of threads, and how they scale; with "
-                             "--kernels: those")
+                             "--kernels or --python: those")
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=["transformers"],
                         help="engines to measure in turns with Quire (default: %(default)s); onnxruntime-genai and "
                              "llama.cpp compute in 4 bits and are installed from the package index")
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _check(args)
     machine = describe_machine()
     if args.slices:
         return _slices(args.model, machine)
@@ -68,6 +71,16 @@ def run(args: argparse.Namespace) -> int:
     _print_ceilings(ceilings, machine)
     _print({**_cold_start(args.model, _options(args)), **machine})
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.repeat < 1:
+        raise QuireError(f"--repeat must be at least 1, not {args.repeat}")
+    for name in ("slices", "sampling"):
+        if getattr(args, name) and (args.threads or args.quantization):
+            raise QuireError(f"--{name} goes with neither --threads nor --quantization")
+    for threads in args.threads or ():
+        EngineConfig.create(num_threads=threads)
 
 
 def _kernels(args: argparse.Namespace, ceilings: Ceilings, machine: dict[str, Any]) -> int:
@@ -117,9 +130,11 @@ def _slices(model: str, machine: dict[str, Any]) -> int:
 
 
 def _python(args: argparse.Namespace, machine: dict[str, Any]) -> int:
-    for temperature in ("0.0", "0.8"):
-        found = _child("quire.bench.cpu.python", args.model, str(args.repeat), temperature, json.dumps(_options(args)))
-        _print({"bench": "cpu", "case": "python", "model": args.model, **_options(args), **found, **machine})
+    for threads in args.threads or [None]:
+        options = _options(args) if threads is None else {**_options(args), "num_threads": threads}
+        for temperature in ("0.0", "0.8"):
+            found = _child("quire.bench.cpu.python", args.model, str(args.repeat), temperature, json.dumps(options))
+            _print({"bench": "cpu", "case": "python", "model": args.model, **options, **found, **machine})
     return 0
 
 
@@ -218,12 +233,14 @@ def _shape(model: str, quantization: str | None) -> dict[str, int]:
     if quantization is not None:
         from quire.bench.cpu.kernels import int8_rate
 
-        rate, bits = int8_rate(), 8 if quantization == "int8" else 4
-        # 16 bits of scale for 32 codes, and as many of offset in 4 bits; embedding and head have 8 bits.
-        inner = (spec.num_parameters - head - table) * (bits + (1 if bits == 4 else 0.5)) / 8
-        weight_bytes = int(inner + (head + table) * 8.5 / 8)
-        if source.path.suffix == ".gguf":
-            weight_bytes = source.path.stat().st_size
+        if source.stores_integers or quantization == "file":  # the file's own bits
+            rate = int8_rate() if source.stores_integers else 1
+            weight_bytes = sum(file.stat().st_size for file in source.weight_files())
+        else:
+            rate, bits = int8_rate(), 8 if quantization == "int8" else 4
+            # 16 bits of scale for 32 codes, and as many of offset in 4 bits; embedding and head have 8 bits.
+            inner = (spec.num_parameters - head - table) * (bits + (1 if bits == 4 else 0.5)) / 8
+            weight_bytes = int(inner + (head + table) * 8.5 / 8)
     return {
         "vocab_size": spec.vocab_size, "layers": spec.num_layers, "int8_rate": rate,
         "weight_bytes": weight_bytes, "head_parameters": head,

@@ -16,7 +16,7 @@ from quire.parallel.place import Place
 
 def cpu_decoder(model: str, max_model_len: int, threads: int | None, **options: Any) -> Decoder:
     """`options` are the engine's."""
-    config = EngineConfig.create(model=model, **options)
+    config = EngineConfig.create(model=model, num_threads=threads, **options)
     rounding, source = config.model.rounding, resolve_model(model)
     spec = read_spec(source.config).with_kv_dtype(config.cache.kv_cache_dtype)
     weights = source.weights(None) if rounding is None else source.stored_weights()

@@ -3,6 +3,7 @@
 #include "integer.h"
 #include "pool.h"
 
+#include <float.h>
 #include <math.h>
 
 typedef struct {
@@ -249,6 +250,13 @@ static line offset_line(const float *x, int64_t count, int top) {
     return best;
 }
 
+/* Whether all weights are finite: minima and maxima pass over what is no number, and made numbers of such a group. */
+static int all_finite(const float *x, int64_t count) {
+    int finite = 1;
+    for (int64_t i = 0; i < count; i++) finite &= fabsf(x[i]) <= FLT_MAX;
+    return finite;
+}
+
 static void round_row(void *arg, int64_t row) {
     const round_job *job = arg;
     int levels = 1 << job->bits, zero = job->offsets ? 0 : levels / 2;
@@ -260,6 +268,7 @@ static void round_row(void *arg, int64_t row) {
             job->offsets[row * (job->k / job->group) + g] = is.m;
         } else
             is.d = to_half(symmetric_scale(x, job->group, -levels / 2, levels / 2 - 1));
+        if (!all_finite(x, job->group)) is.d = NAN;
         job->scales[row * (job->k / job->group) + g] = is.d;
         round_group(x, job->group, is.d, is.m, zero, levels - 1, job->codes + row * job->k + g * job->group);
     }

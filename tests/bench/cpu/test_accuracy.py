@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from quire.bench import accuracy as command
 from quire.bench.accuracy import table
 from quire.bench.cpu import accuracy
 from quire.bench.cpu.accuracy import Asked, decoder_of, in_floats
@@ -112,3 +116,23 @@ def test_the_command_asks_what_was_not_kept(tmp_path: Path, monkeypatch: pytest.
         assert [line["format"] for line in lines] == ["float32", *formats]
         assert all((line["acc"], line.get("points", 0.0)) == (0.5, 0.0) for line in lines)
     assert made == ["float32", "file", "int8-kv"]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--limit", "-1"], "--limit and --kl-texts are 0 or more"),
+    (["--num-threads", "0", "--tasks", "--kl-texts", "1"], "num_threads must be between 1 and 1024, not 0"),
+    (["--keep", "/dev/null/kept"], "--keep: there can be no folder /dev/null/kept"),
+])  # fmt: skip
+def test_an_option_without_sense_is_refused_by_its_name(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_gguf(tmp_path / "model.gguf", "llama", tiny_model("llama"))
+    monkeypatch.setattr(data, "rows", lambda name: iter([{"request": {"context": "a", "continuation": "b"}}]))
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with pytest.raises(QuireError, match=message):
+        command.run(parser.parse_args(["--model", str(model), *options]))
+
+
+def test_the_error_of_one_passage_is_null_in_json() -> None:
+    assert json.loads(command.written({"kl": 0.5, "kl_error": math.inf})) == {"kl": 0.5, "kl_error": None}
