@@ -51,8 +51,8 @@ class _Layers:
         self.table = torch.randperm(count * pages, device="cuda").int().view(count, pages)
         self.lengths = torch.full((count,), keys, dtype=torch.int32, device="cuda")
         angles = torch.rand(keys, self.shape.head_dim // 2, device="cuda") * 6
-        gains = [torch.rand(self.shape.head_dim, device="cuda") + 0.5 for _ in range(2)]
-        self.turn = HeadTurn(torch.cat((angles.cos(), angles.sin()), 1), *gains, _EPS)
+        q_gain, k_gain = torch.rand(2, self.shape.head_dim, device="cuda") + 0.5
+        self.turn = HeadTurn(torch.cat((angles.cos(), angles.sin()), 1), q_gain, k_gain, _EPS)
         self.rows, self.gain = half(count, hidden), self.ops.norm_gain(torch.ones(hidden, device="cuda"))
         self.qkv = half(count, self.shape.width)
         attention = TritonAttention(self.table.device, torch.bfloat16, pdl=True, same_type=True)
