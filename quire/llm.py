@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -103,12 +104,15 @@ class LLM:
 
     def _finish_all(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        with Progress(len(ids), self._core.scheduler.stats, enabled=use_tqdm) as progress:
-            for found in self._drive(ids, until_done=True):
+        steps = self._drive(ids, until_done=True)
+        with (DeferredInterrupt() as noted, closing(steps),
+              Progress(len(ids), self._core.scheduler.stats, enabled=use_tqdm) as progress):
+            for found in steps:
                 for news in found:
                     if news.finished:
                         finished[news.processor.request_id] = news.output()
                 progress.update(len(finished))
+                noted.check()
         return [finished[request_id] for request_id in ids]
 
     def stream(
@@ -357,13 +361,13 @@ class LLM:
             if not self._streams.waits_for(name):
                 return name
 
-    def _drive(self, ids: Sequence[str], until_done: bool = False) -> Iterator[list[News]]:
+    def _drive(self, ids: Sequence[str], until_done: bool = False) -> Generator[list[News], None, None]:
         """Step until all of `ids` are finished; their news, step by step, or (`until_done`) only what may be their
-        end. Outputs of other requests wait for their owner's next `step`."""
+        end: then the caller looks for Ctrl-C. Outputs of other requests wait for their owner's next `step`."""
         unfinished = set(ids)
         try:
             while unfinished:
-                with DeferredInterrupt():
+                with nullcontext() if until_done else DeferredInterrupt():
                     found = self._step(unfinished if until_done else ())
                 mine = []
                 for news in found:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import EngineError
+from quire.kernels.cpu.sampling import Rules, check_rules
 from quire.kernels.quantized import Rounding
 from quire.kernels.types import StepContext
 from quire.ops.cpu_step import NO_TABLE, CpuLayerCache, Step, rows_of
@@ -33,17 +34,6 @@ class RecordedPass(ctypes.Structure):
 
     _fields_ = (("calls", ctypes.c_void_p), ("count", ctypes.c_int64), ("words", ctypes.c_void_p),
                 ("logits", ctypes.c_void_p))
-
-
-class DrawRule(ctypes.Structure):
-    """`draw_rule` of sampling.h."""
-
-    _fields_ = (("temperature", ctypes.c_float), ("log_min_p", ctypes.c_float), ("top_k", ctypes.c_int64),
-                ("top_p", ctypes.c_double), ("key", ctypes.c_int64 * 3))
-
-
-Rules = ctypes.Array[DrawRule]
-"""One for each sequence; drawing goes on to the next position with each token."""
 
 
 @dataclass(slots=True)
@@ -138,11 +128,6 @@ class DraftKernels:
             found.chances[1].ctypes.data,
         )  # fmt: skip
         return found
-
-
-def check_rules(rules: Rules | None, rows: int) -> None:
-    if rules is not None and len(rules) != rows:
-        raise EngineError(f"{len(rules)} rules for drawing from {rows} rows of logits")
 
 
 def check_ids(ids: Tensor | None, width: int) -> None:

@@ -36,8 +36,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.errors import EngineError
+from quire.kernels.cpu.sampling import Rules, check_rules
 from quire.kernels.types import LayerCache, StepContext
-from quire.ops.cpu_drafts import Chain, ChainStep, Guesses, RecordedPass, Rules, check_ids, check_rules
+from quire.ops.cpu_drafts import Chain, ChainStep, Guesses, RecordedPass, check_ids
 from quire.ops.cpu_step import RESULTS, ZERO, StepNumber, read_step
 from quire.parallel.collectives import KernelGroup
 

@@ -192,12 +192,6 @@ class SamplingBatch:
     masks: TokenMasks | None = None
     """Those of the edits: log-probabilities are among the tokens that a grammar allows."""
 
-    @property
-    def only_greedy(self) -> bool:
-        """Every row wants its likeliest token and nothing else."""
-        draws = self.plain or self.nucleus or self.filtered
-        return self.edits is None and draws is None and not self.logprob_rows
-
     @classmethod
     def build(
         cls, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str = "cpu"

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -64,8 +63,6 @@ def sample(logits: Tensor, batch: SamplingBatch, kernels: SamplingKernels | None
            ) -> SamplerOutput:
     """Draw one token for each row of float32 `logits` [rows, vocabulary], which are left unchanged unless they are
     `spent`: then nobody reads them afterwards. `kernels` do what they can of it."""
-    if batch.only_greedy and logits.device.type == "cpu":
-        return _greedy(logits.numpy())
     edited, raw_peak, found_peak = logits, None, None
     if batch.edits is not None:
         edited = logits if spent and not batch.logprob_rows else logits.clone()
@@ -91,17 +88,6 @@ def _draw_by_kernels(kernels: SamplingKernels, logits: Tensor, peak: Tensor, dra
     top_k = torch.tensor(draws.top_k, dtype=torch.int64)
     return kernels.draw(logits, draws.rows, peak[draws.rows], draws.temperature, _min_p_floor(peak, draws), top_k,
                         draws.top_p, draws.key_columns())
-
-
-def _greedy(logits: npt.NDArray[np.float32]) -> SamplerOutput:
-    """The same for rows of which nothing but the likeliest token is wanted: a few calls of numpy, whose argmax is
-    vectorised. For one stream, a dozen of torch's operations would take longer than looking at the logits."""
-    tokens = logits.argmax(-1)
-    finite = np.isfinite(logits[np.arange(len(tokens)), tokens])
-    if finite.all():
-        return SamplerOutput(torch.from_numpy(tokens), torch.zeros(len(tokens), dtype=torch.int64), None)
-    status = np.where(finite, OK, NOT_FINITE)
-    return SamplerOutput(torch.from_numpy(np.where(finite, tokens, 0)), torch.from_numpy(status), None)
 
 
 def draw_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:

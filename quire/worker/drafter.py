@@ -14,9 +14,10 @@ from quire.kernels.types import StepContext
 from quire.layers.stream import ResidualStream
 from quire.sampling.batch import PlainDraw, SamplingBatch, SamplingRow
 from quire.sampling.philox import Purpose
-from quire.sampling.sampler import OK, draw_weights, sample
+from quire.sampling.sampler import OK, draw_weights
 from quire.scheduler.plan import BlockCopy, PlanEntry, TransferStart
 from quire.speculation.verify import NoiseKeys, pick
+from quire.worker.draws import draw_rows
 from quire.worker.passes import Lists, Passes
 from quire.worker.request_table import RequestTable
 from quire.worker.tree_inputs import Node
@@ -168,11 +169,11 @@ class Drafter:
 
     def _draw(self, logits: Tensor, rows: list[SamplingRow], weights: list[list[Tensor]]) -> list[int | None]:
         """A token for each, or None where the draft model has none to give."""
-        batch = SamplingBatch.build(rows, logits.shape[1])
         if not self._rejection:
-            output = sample(logits, batch, self._sampling)
+            output = draw_rows(logits, rows, self._sampling)
             return [token if status == OK else None
-                    for token, status in zip(output.token_ids.tolist(), output.status.tolist(), strict=True)]
+                    for token, status in zip(output.tokens, output.status, strict=True)]
+        batch = SamplingBatch.build(rows, logits.shape[1])
         found: list[int | None] = []
         for row, mine, kept in zip(rows, draw_weights(logits, batch), weights, strict=True):
             if not bool(mine.any()):

@@ -11,7 +11,6 @@ the same step, writes over them.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -19,15 +18,17 @@ import torch
 from torch import Tensor
 
 from quire.errors import EngineError
+from quire.kernels.cpu.sampling import Rules
 from quire.kernels.types import LayerCache, StepContext
 from quire.layers.stream import ResidualStream
 from quire.models.heads.head import DraftHead
 from quire.ops.cpu import CpuOps
-from quire.ops.cpu_drafts import Chain, DrawRule, Guesses, Rules
+from quire.ops.cpu_drafts import Chain, Guesses
 from quire.ops.cpu_step import CpuLayerCache
 from quire.sampling.batch import PlainDraw
 from quire.scheduler.plan import PlanEntry
 from quire.worker.draft_models import DraftProgress
+from quire.worker.draws import rules_of
 from quire.worker.request_table import RequestTable
 from quire.worker.step_inputs import step_inputs
 from quire.worker.tree_inputs import Node, node_inputs
@@ -225,16 +226,3 @@ class EagleDrafts:
         one = self._ops.guess(self._guess_after(ids, ctx), self._head.guessed, rules)
         one.chances[1] = np.where(one.chances[1] < 0.0, -1.0, one.chances[1] * chances)
         return one
-
-
-def rules_of(draws: Sequence[PlainDraw], vocab_size: int, ahead: Sequence[int] | None = None) -> Rules | None:
-    """`ahead`: tokens that were drawn since. None where all want their likeliest tokens."""
-    if all(draw.temperature <= 0.0 for draw in draws):
-        return None
-    found = (DrawRule * len(draws))()
-    for i, draw in enumerate(draws):
-        seed, index, position = draw.key
-        key = (ctypes.c_int64 * 3)(seed, index, position + (0 if ahead is None else ahead[i]))
-        top_k = draw.top_k if draw.top_k < vocab_size else 0
-        found[i] = DrawRule(draw.temperature, draw.log_min_p, top_k, draw.top_p, key)
-    return found

@@ -15,15 +15,15 @@ from quire.kernels.types import StepContext
 from quire.layers.stream import ResidualStream
 from quire.models.decoder import Decoder
 from quire.parallel.collectives import Collectives
-from quire.sampling.batch import SamplingBatch, SamplingRow
+from quire.sampling.batch import SamplingRow
 from quire.sampling.logprobs import batch_logprobs, rank_candidates, token_logprobs
-from quire.sampling.sampler import sample
 from quire.sampling.token_logprobs import LogprobRecord
 from quire.scheduler.plan import EntryResult, PlanEntry
 from quire.speculation.verify import RejectionDraw, put_in_place, rows_along
 from quire.speculation.verify_tree import put_trees_in_place
 from quire.worker.cache_engine import CacheEngine
 from quire.worker.drafter import Proposer
+from quire.worker.draws import draw_rows
 from quire.worker.outcomes import along_drafts, drawn_result, kept_moves, take_candidates
 from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
@@ -166,9 +166,8 @@ class ModelRunner:
             firsts.append(len(rows))
             rows += rows_along(self._table.sampling(entries[i].row), entries[i].drafts, entries[i].masks,
                                entries[i].parents)
-        batch = SamplingBatch.build(rows, logits.shape[1])
-        output = sample(logits, batch, self._sampling, spent=not self._rejection)
-        drawn, status, logprobs = output.token_ids.tolist(), output.status.tolist(), output.logprobs
+        output = draw_rows(logits, rows, self._sampling, spent=not self._rejection)
+        drawn, logprobs = output.tokens, output.logprobs
         judged: dict[int, int] = {}
         if self._rejection:
             draws = [RejectionDraw(first, entries[i].drafts, rows[first : first + 1 + len(entries[i].drafts)],
@@ -177,12 +176,12 @@ class ModelRunner:
             draws = [draw for draw in draws if draw.drafts and not draw.rows[0].params.greedy]
             judged = put_in_place(drawn, logits, [draw for draw in draws if not draw.parents])
             judged |= put_trees_in_place(drawn, logits, [draw for draw in draws if draw.parents])
-            if judged:
-                logprobs = batch_logprobs(logits, torch.tensor(drawn), batch, self._sampling)
+            if judged and output.batch is not None:
+                logprobs = batch_logprobs(logits, torch.tensor(drawn), output.batch, self._sampling)
         found: dict[int, LogprobRecord] = {}
         if logprobs is not None:
             found = dict(zip(logprobs.rows, logprobs.records(), strict=True))
-        places = [drawn_result(token, state) for token, state in zip(drawn, status, strict=True)]
+        places = [drawn_result(token, state) for token, state in zip(drawn, output.status, strict=True)]
         for place, one in found.items():
             places[place].logprobs = [one]
         for i, first in zip(drawing, firsts, strict=True):

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.sampling import CpuSampling
-from quire.sampling.batch import SamplingBatch, SamplingRow
-from quire.sampling.sampler import OK, sample
+from quire.sampling.batch import SamplingRow
+from quire.sampling.sampler import OK
 from quire.scheduler.plan import PlanEntry
 from quire.speculation.growing import in_order
 from quire.speculation.tree import ROOT, TreeShape
 from quire.worker.drafter import MOST_AT_ONCE, Drafter, DraftModel, with_drafts, without_logprobs
+from quire.worker.draws import draw_rows
 from quire.worker.request_table import RequestTable
 from quire.worker.tree_inputs import Node
 
@@ -174,12 +175,12 @@ class TreeDrafter:
         warm = [i for i, row in enumerate(rows) if not row.params.greedy and not self._rejection]
         if not warm:
             return [[(token, chance) for token, chance in each if chance > 0.0] for each in likeliest]
-        drawn = sample(logits, SamplingBatch.build(rows, logits.shape[1]), self._sampling)
+        drawn = draw_rows(logits, rows, self._sampling)
         for i in warm:
-            if int(drawn.status[i]) != OK:
+            if drawn.status[i] != OK:
                 likeliest[i] = []
                 continue
-            token = int(drawn.token_ids[i])
+            token = drawn.tokens[i]
             own = dict(likeliest[i]).get(token, 0.0)
             others = [(each, (1.0 - _DRAWN) * chance) for each, chance in likeliest[i] if each != token]
             likeliest[i] = [(token, _DRAWN + (1.0 - _DRAWN) * own), *others[: width - 1]]

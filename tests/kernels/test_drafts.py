@@ -16,7 +16,7 @@ from quire.ops.cpu_drafts import Chain, Guesses, Rules
 from quire.sampling.batch import PlainDraw, SamplingBatch, SamplingRow
 from quire.sampling.params import SamplingParams
 from quire.sampling.sampler import draw_weights, sample
-from quire.worker.eagle import rules_of
+from quire.worker.draws import rules_of
 
 WIDTH, SIZE = 20, 4
 SETTINGS = [{"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.8}, {"temperature": 0.4, "top_k": 3},

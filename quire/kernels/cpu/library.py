@@ -70,6 +70,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_head_stop": (None, [_P]),
     "quire_draw": (None, [_P] * 9 + [_I, _I]),
     "quire_mask": (None, [_P] * 5 + [_I] * 3),
+    "quire_choose": (None, [_P] * 3 + [_I, _I]),
     "quire_rank": (None, [_P] * 7 + [_I, _I, _I]),
     "quire_replay": (_N, [_P, _I, _P, _P]),
     "quire_put_columns": (None, [_P, _P] + [_I] * 4),

@@ -16,6 +16,8 @@
 #define SCALE 1099511627776.0f
 #define STRIP 256       /* tokens of whose largest logits the top_k-th is taken */
 #define MOST_RANKED 256 /* the largest top_k for which that is done */
+#define NOT_FINITE -1   /* these two in place of a token */
+#define NO_MEMORY -2
 
 typedef struct {
     float value;
@@ -430,4 +432,50 @@ EXPORT void quire_mask(float *logits, const int64_t *places, const uint32_t *wor
                        int64_t rows, int64_t width, int64_t mask_words) {
     mask_job job = {logits, places, words, width, mask_words, before, after};
     quire_parallel(mask_task, &job, rows);
+}
+
+/* The first place of a number that stands in x. */
+static int64_t first_of(const float *x, int64_t width, float wanted) {
+    int64_t at = 0;
+    for (; at + STRIP <= width; at += STRIP) {
+        int32_t here = 0;
+        for (int64_t i = 0; i < STRIP; i++) here |= x[at + i] == wanted;
+        if (here) break;
+    }
+    while (x[at] != wanted) at++;
+    return at;
+}
+
+typedef struct {
+    const float *logits;
+    const draw_rule *rules;
+    int64_t width;
+    int64_t *out;
+} choose_job;
+
+static void choose_task(void *arg, int64_t task) {
+    const choose_job *job = arg;
+    const float *x = job->logits + task * job->width;
+    const draw_rule *rule = job->rules == NULL ? NULL : job->rules + task;
+    extremes seen = {set_v(-INFINITY), set_i(0)};
+    float rest[VL], chance;
+    int64_t i = 0;
+    for (; i + VL <= job->width; i += VL) look(&seen, load_v(x + i));
+    for (int j = 0; j < VL; j++) rest[j] = i + j < job->width ? x[i + j] : -INFINITY;
+    look(&seen, load_v(rest));
+    float peak = peak_of(&seen);
+    if (!isfinite(peak)) job->out[task] = NOT_FINITE;
+    else if (rule == NULL || rule->temperature <= 0.0f) job->out[task] = first_of(x, job->width, peak);
+    else {
+        int64_t found = quire_draw_one(x, job->width, peak, rule, &chance);
+        job->out[task] = found < 0 ? NO_MEMORY : found;
+    }
+}
+
+/* A token of each row of logits [count, width], by its rule (`rules` NULL: the likeliest of each). NOT_FINITE where the
+ * logits are not, NO_MEMORY where there was none to draw. */
+EXPORT void quire_choose(const float *logits, const draw_rule *rules, int64_t *out, int64_t count, int64_t width) {
+    choose_job job = {logits, rules, width, out};
+    if (count == 1) choose_task(&job, 0);
+    else quire_parallel(choose_task, &job, count);
 }

@@ -2,7 +2,8 @@
 #pragma once
 #include <stdint.h>
 
-/* What one sequence draws with; a temperature of 0 or less: the likeliest token. `DrawRule` of quire/ops/cpu_drafts.py. */
+/* What one sequence draws with; a temperature of 0 or less: the likeliest token. `DrawRule` of
+ * quire/kernels/cpu/sampling.py. */
 typedef struct {
     float temperature, log_min_p;
     int64_t top_k; /* 0: no limit */

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
-from quire.errors import InvariantError, OutOfMemoryError
+from quire.errors import EngineError, InvariantError, OutOfMemoryError
 from quire.kernels.cpu.library import load
+
+_NO_MEMORY = -2
+"""Of sampling.c; any other negative number: the logits are not finite."""
+
+
+class DrawRule(ctypes.Structure):
+    """`draw_rule` of sampling.h."""
+
+    _fields_ = (("temperature", ctypes.c_float), ("log_min_p", ctypes.c_float), ("top_k", ctypes.c_int64),
+                ("top_p", ctypes.c_double), ("key", ctypes.c_int64 * 3))
+
+
+Rules = ctypes.Array[DrawRule]
+"""One for each row of logits."""
+
+
+def check_rules(rules: Rules | None, rows: int) -> None:
+    if rules is not None and len(rules) != rows:
+        raise EngineError(f"{len(rules)} rules for drawing from {rows} rows of logits")
 
 
 class CpuSampling:
@@ -14,6 +35,18 @@ class CpuSampling:
 
     def __init__(self) -> None:
         self._library = load()
+
+    def choose(self, logits: Tensor, rules: Rules | None) -> list[int]:
+        """A token of each row of float32 logits, by its rule (None: the likeliest of each); negative where the logits
+        are not finite. One call, where torch needs a dozen."""
+        count, width = logits.shape
+        check_rules(rules, count)
+        logits, out = logits.contiguous(), (ctypes.c_int64 * count)()
+        self._library.quire_choose(logits.data_ptr(), rules, out, count, width)
+        tokens = list(out)
+        if _NO_MEMORY in tokens:
+            raise _no_memory()
+        return tokens
 
     def draw(self, logits: Tensor, rows: Tensor, peak: Tensor, temperature: Tensor, floor: Tensor, top_k: Tensor,
              top_p: Tensor, keys: Tensor) -> Tensor:
@@ -25,7 +58,7 @@ class CpuSampling:
                  top_k.contiguous(), top_p.contiguous(), keys.contiguous(), out)
         self._library.quire_draw(*(tensor.data_ptr() for tensor in given), len(rows), logits.shape[1])
         if bool((out < 0).any()):
-            raise OutOfMemoryError("no memory to draw a token: lower max_num_seqs, or stop what else runs here")
+            raise _no_memory()
         return out
 
     def mask_(self, logits: Tensor, rows: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,3 +85,7 @@ class CpuSampling:
         given = (logits, token_ids.contiguous(), peak.contiguous(), total, rank, ids, values)
         self._library.quire_rank(*(tensor.data_ptr() for tensor in given), rows, width, count)
         return total, rank, ids, values
+
+
+def _no_memory() -> OutOfMemoryError:
+    return OutOfMemoryError("no memory to draw a token: lower max_num_seqs, or stop what else runs here")
