@@ -39,6 +39,8 @@ class StepContext:
     """Of a step with draft trees, whose nodes are sequences of one query each: int32 [S, 1 + depth]. With d =
     detours[s], the key at position p >= d[0] of sequence s lies at place d[1 + p - d[0]] of its block table; earlier
     keys, and all of a sequence whose d[0] is `NO_DETOUR`, lie where their position says."""
+    lasting: bool = False
+    """Its tensors are the same in many steps, and only what they hold changes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,15 @@ class _Span:
     offset: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """The words of a step; keeps alive what they point at."""
+
+    ctx: StepContext
+    ids: Tensor
+    words: ctypes.Array[ctypes.c_int64]
+
+
 @dataclass(slots=True)
 class RecordedStep:
     """The calls of a step, and where it leaves its results."""
@@ -153,6 +162,8 @@ class RecordedStep:
     encoded: npt.NDArray[Any] | None = field(default=None, compare=False)
     address: int = field(default=0, compare=False)
     results: tuple[Tensor, ...] | None = field(default=None, compare=False)
+    lasting: dict[int, _Ready] = field(default_factory=dict, compare=False)
+    """The words of contexts that last, by their identity."""
 
     def encode(self, library: ctypes.CDLL) -> None:
         """The calls as `quire_replay` reads them."""
@@ -323,14 +334,11 @@ class StepRecorder:
 
     def _replay(self, step: RecordedStep, ids: Tensor, ctx: StepContext, forward: Callable[[], tuple[Tensor, ...]]
                 ) -> tuple[Tensor, ...]:
-        context = read_step(ctx)
-        if context.tokens != step.outs[0][1][0]:
+        words = self._words_of(step, ids, ctx)
+        if words is None:
             return forward()  # which says what is wrong
-        self._make_room(step)
-        words = context.words(self._memory.data_ptr(), ids.data_ptr())
         assert step.encoded is not None
-        state = self._ops.library.quire_replay(step.address, len(step.encoded), (ctypes.c_int64 * len(words))(*words),
-                                               ctypes.byref(self._failed))
+        state = self._ops.library.quire_replay(step.address, len(step.encoded), words, ctypes.byref(self._failed))
         if state:
             return self._failed_replay(step, state, forward)
         self.replayed += 1
@@ -339,11 +347,27 @@ class StepRecorder:
                                  for offset, (rows, width) in step.outs)
         return step.results
 
+    def _words_of(self, step: RecordedStep, ids: Tensor, ctx: StepContext) -> ctypes.Array[ctypes.c_int64] | None:
+        """None: a step of so many tokens was not recorded."""
+        ready = step.lasting.get(id(ctx)) if ctx.lasting else None
+        if ready is not None and ready.ids is ids:
+            return ready.words
+        context = read_step(ctx)
+        if context.tokens != step.outs[0][1][0]:
+            return None
+        self._make_room(step)
+        numbers = context.words(self._memory.data_ptr(), ids.data_ptr())
+        words = (ctypes.c_int64 * len(numbers))(*numbers)
+        if ctx.lasting:
+            step.lasting[id(ctx)] = _Ready(ctx, ids, words)
+        return words
+
     def _make_room(self, step: RecordedStep) -> None:
         if step.results_bytes > self._memory.nbytes:
             self._memory = torch.empty(step.results_bytes, dtype=torch.uint8)
             for each in self._steps.values():
                 each.results = None
+                each.lasting.clear()
 
     def _failed_replay(self, step: RecordedStep, state: int, forward: Callable[[], tuple[Tensor, ...]]
                        ) -> tuple[Tensor, ...]:

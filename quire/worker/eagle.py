@@ -30,36 +30,11 @@ from quire.scheduler.plan import PlanEntry
 from quire.worker.draft_models import DraftProgress
 from quire.worker.draws import rules_of
 from quire.worker.request_table import RequestTable
-from quire.worker.step_inputs import step_inputs
+from quire.worker.step_inputs import SingleStep, step_inputs
 from quire.worker.tree_inputs import Node, node_inputs
 
 _FEW = 8
 """Tokens of one sequence for which a step's inputs lie ready."""
-
-
-class SingleStep:
-    """The inputs of steps of `count` tokens of one sequence, in memory that is used again: for one stream, making
-    tensors would take as long as a draft."""
-
-    def __init__(self, count: int, width: int) -> None:
-        self._ids, self._positions, self._slots = (np.zeros(count, np.int64) for _ in range(3))
-        self._length, self._blocks = np.zeros(1, np.int32), np.zeros((1, width), np.int32)
-        self.ids = torch.from_numpy(self._ids)
-        self.ctx = StepContext(
-            positions=torch.from_numpy(self._positions), query_start=torch.tensor([0, count], dtype=torch.int32),
-            context_len=torch.from_numpy(self._length), block_tables=(torch.from_numpy(self._blocks),),
-            slots=(torch.from_numpy(self._slots),),
-        )
-
-    def at(self, tokens: np.ndarray, blocks: np.ndarray, start: int, size: int, room: int) -> None:
-        """Tokens from `start` on, of a row of the request table; the table of blocks reaches `room` tokens further."""
-        end = start + len(self._ids)
-        self._ids[:] = tokens[start:end]
-        self._positions[:] = range(start, end)
-        self._slots[:] = [int(blocks[p // size]) * size + p % size for p in range(start, end)]
-        self._length[0] = end
-        last = -(-(end + room) // size)
-        self._blocks[0, :last] = blocks[:last]
 
 
 class EagleDrafts:
@@ -72,7 +47,7 @@ class EagleDrafts:
         self._head, self._ops = head, ops
         self._chain = Chain(head.guessed, floor, table.block_size)
         width = table.tables[group].shape[1]
-        self._single = [SingleStep(max(1, count), width) for count in range(_FEW + 1)]
+        self._single = [SingleStep(max(1, count), (width,)) for count in range(_FEW + 1)]
         """By number of tokens; the first is for the passes of a chain after the first one."""
         self._cache, kept = caches
         if not isinstance(kept, CpuLayerCache):
@@ -177,8 +152,8 @@ class EagleDrafts:
             return None
         tokens, blocks = self._table.tokens[one.row], self._table.tables[self._group][one.row]
         first, chain, size = self._single[one.num_tokens], self._single[0], self._table.block_size
-        first.at(tokens, blocks, one.start, size, 0)
-        chain.at(tokens, blocks, one.start + one.num_tokens - 1, size, count - 1)
+        first.at(tokens, (blocks,), one.start, size)
+        chain.at(tokens, (blocks,), one.start + one.num_tokens - 1, size, count - 1)
         guesses = Guesses(np.empty((count, 1), np.int64), np.ones((count + 1, 1), np.float32))
         if not self._recorder.run_chain(chain.ids, chain.ctx, self._caches, guesses, self._chain,
                                         (first.ids, first.ctx), rules):

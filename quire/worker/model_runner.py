@@ -27,7 +27,7 @@ from quire.worker.draws import draw_rows
 from quire.worker.outcomes import along_drafts, drawn_result, kept_moves, take_candidates
 from quire.worker.passes import Passes
 from quire.worker.request_table import RequestTable
-from quire.worker.step_inputs import step_inputs
+from quire.worker.step_inputs import StepInputs
 
 _PROMPT_LOGITS_ROWS = 64
 """Prompt positions whose logits exist at once; each is a vocabulary wide, so a long prompt's would fill the memory."""
@@ -50,6 +50,7 @@ class ModelRunner:
         self._cache = cache
         self._table = table
         self._sampling = CpuSampling()
+        self._inputs = StepInputs(table)
         self.drafter = drafter
         self._rejection = rejection
         """Verify drafts by rejection sampling; otherwise a draft is kept if it equals what the target draws."""
@@ -67,7 +68,7 @@ class ModelRunner:
                 entries, guesses = self.drafter.propose(entries)
         # Entries that share another row's logits compute nothing.
         computing = [entry for entry in entries if entry.num_tokens]
-        ids, ctx = step_inputs(self._table, computing)
+        ids, ctx = self._inputs.of(computing)
         hidden = self._forward(ids, ctx)
         if not self._passes.place.is_last:
             self._undecided |= {entry.row: entry for entry in computing if entry.parents}

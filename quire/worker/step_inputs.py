@@ -51,3 +51,55 @@ def step_inputs(table: RequestTable, entries: Sequence[PlanEntry],
                     for blocks in tables),
         detours=None if detours is None else torch.from_numpy(detours),
     )
+
+
+class SingleStep:
+    """The inputs of steps of `count` tokens of one sequence, in memory that is used again: for one stream, making
+    tensors would take as long as a draft."""
+
+    def __init__(self, count: int, widths: Sequence[int]) -> None:
+        """`widths`: blocks in a row of each group's table."""
+        self._ids, self._positions, *self._slots = (np.zeros(count, np.int64) for _ in range(2 + len(widths)))
+        self._length = np.zeros(1, np.int32)
+        self._blocks = [np.zeros((1, width), np.int32) for width in widths]
+        self.ids = torch.from_numpy(self._ids)
+        self.ctx = StepContext(
+            positions=torch.from_numpy(self._positions),
+            query_start=torch.tensor([0, count], dtype=torch.int32),
+            context_len=torch.from_numpy(self._length),
+            block_tables=tuple(map(torch.from_numpy, self._blocks)),
+            slots=tuple(map(torch.from_numpy, self._slots)),
+            lasting=True,
+        )
+
+    def at(self, tokens: np.ndarray, tables: Sequence[np.ndarray], start: int, size: int, room: int = 0) -> None:
+        """Tokens from `start` on, of a row of the request table; the tables of blocks reach `room` tokens further."""
+        end = start + len(self._ids)
+        last = -(-(end + room) // size)
+        self._ids[:] = tokens[start:end]
+        self._positions[:] = range(start, end)
+        self._length[0] = end
+        for slots, mine, blocks in zip(self._slots, self._blocks, tables, strict=True):
+            slots[:] = [int(blocks[p // size]) * size + p % size for p in range(start, end)]
+            mine[0, :last] = blocks[:last]
+
+
+class StepInputs:
+    """The inputs of a model runner's steps: of one token of one sequence, in memory that is used again."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        widths = [blocks.shape[1] for blocks in table.tables]
+        # In turns: an address that a recorder takes for a constant, and a step that was checked once, hold for one of
+        # two steps only, so neither is believed.
+        self._next, self._after = SingleStep(1, widths), SingleStep(1, widths)
+
+    def of(self, entries: Sequence[PlanEntry]) -> tuple[Tensor, StepContext]:
+        """They hold until the next but one."""
+        entry, table = entries[0], self._table
+        if len(entries) > 1 or entry.num_tokens != 1 or entry.drafts or entry.given:
+            return step_inputs(table, entries)
+        single, self._next, self._after = self._next, self._after, self._next
+        mine = [blocks[entry.row] for blocks in table.tables]
+        single.at(table.tokens[entry.row], mine, entry.start, table.block_size)
+        return single.ids, single.ctx
