@@ -5,6 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../../quire/kernels/cpu/sampling.h"
+
+void quire_choose(const float *, const draw_rule *, int64_t *, int64_t, int64_t);
 void quire_set_num_threads(int32_t);
 int64_t quire_packed_bytes(int32_t, int64_t, int64_t);
 int32_t quire_pack(const float *, void *, int64_t, int64_t, int32_t);
@@ -157,6 +160,26 @@ static void code_attention(int64_t dim, int64_t block, int64_t window, float sof
     free(k), free(v);
 }
 
+/* Tokens of rows with ties, by rules of every kind. */
+static void draws(int64_t width) {
+    enum { ROWS = 24 };
+    static const float temperatures[] = {0.0f, 0.3f, 1.0f, 1.7f}, floors[] = {-1.0f / 0.0f, -4.6f};
+    static const double top_ps[] = {2.0, 0.3, 0.95};
+    float *x = array((size_t)(ROWS * width), 6.0f);
+    draw_rule rules[ROWS];
+    int64_t tokens[2 * ROWS];
+    float said[2 * ROWS];
+    for (int i = 0; i < ROWS; i++) {
+        for (int64_t j = 0; i % 5 == 1 && j < width; j++) x[i * width + j] = (float)(int)x[i * width + j];
+        rules[i] = (draw_rule){temperatures[i % 4], floors[i % 2], i % 7 == 3 ? 20 : 0, top_ps[i % 3], {9 + i, i % 2, 7 + i}};
+    }
+    quire_choose(x, rules, tokens, ROWS, width);
+    quire_choose(x, NULL, tokens + ROWS, ROWS, width);
+    for (int i = 0; i < 2 * ROWS; i++) said[i] = (float)tokens[i];
+    report("draws", said, 2 * ROWS);
+    free(x);
+}
+
 int main(void) {
     for (int32_t threads = 1; threads <= 2; threads++) {
         state = 1;
@@ -169,6 +192,8 @@ int main(void) {
         attention(20, 16, 40, 0.0f, 1);
         code_attention(64, 16, 0, 0.0f);
         code_attention(20, 5, 40, 3.0f);
+        draws(300);
+        draws(5003);
     }
     return 0;
 }

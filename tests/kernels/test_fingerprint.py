@@ -21,7 +21,7 @@ from quire.kernels.cpu import build, library
 SOURCE = Path(__file__).parent / "fingerprint.c"
 INTEGER_SOURCE = SOURCE.with_name("fingerprint_integer.c")
 INTEGER_EXPECTED = "4b43ada7fed416366a693c83d1ab5c63d20025fef53ba283d2d342a093d7de60"
-EXPECTED = "9f706d712d2b29a19f6389b912bb0b1d353e9be750c12cc75788bdfba7f1fda7"
+EXPECTED = "d5676c85490095f44d02bde893fad8d8408f30a8fcf1ef6a9ce28f27be110066"
 
 
 @pytest.mark.parametrize("variant", [name for name in library.supported_variants() if name != "x86-64-v2"])
