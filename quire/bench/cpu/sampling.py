@@ -59,9 +59,9 @@ def sampling_seconds(chosen: dict[str, Any], rows: int, vocab: int, repeat: int)
     import torch
 
     from quire.kernels.cpu.sampling import CpuSampling
-    from quire.sampling.batch import SamplingBatch, SamplingRow
+    from quire.sampling.batch import SamplingRow
     from quire.sampling.params import SamplingParams
-    from quire.sampling.sampler import sample
+    from quire.worker.draws import draw_rows
 
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(rows, vocab, generator=generator) * 2.5
@@ -71,6 +71,6 @@ def sampling_seconds(chosen: dict[str, Any], rows: int, vocab: int, repeat: int)
     kernels, times = CpuSampling(), []
     for _ in range(repeat):
         began = time.perf_counter()
-        sample(logits, SamplingBatch.build(states, vocab), kernels)
+        draw_rows(logits, states, kernels)
         times.append(time.perf_counter() - began)
     return min(times)
