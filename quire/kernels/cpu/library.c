@@ -12,7 +12,7 @@
 #define HUGE_PAGE ((uintptr_t)1 << 21)
 
 /* Keep in step with ABI_VERSION in library.py. */
-EXPORT int32_t quire_abi_version(void) { return 21; }
+EXPORT int32_t quire_abi_version(void) { return 22; }
 
 /* Give the system back what was freed: after a load that is tens of megabytes, of which malloc would keep most. */
 EXPORT void quire_give_back(void) {

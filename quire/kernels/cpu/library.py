@@ -84,7 +84,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "quire_ring_read": (_U, [_P, _I]),
 }
 # Raised with every change of a C signature, so that a library left from an older build is refused by name.
-ABI_VERSION = 21
+ABI_VERSION = 22
 
 opener: type[ctypes.CDLL] = ctypes.CDLL
 """What a library is opened with. Benches put one here that measures its calls."""
