@@ -8,12 +8,13 @@
 #include <cstring>
 #include <vector>
 
+#include "bfloats.h"
+
 #define __device__
 #define __global__
 #define __forceinline__ inline
 #define __maxnreg__(count)
 typedef unsigned short u16;
-typedef unsigned int u32;
 typedef unsigned long long u64;
 struct alignas(16) uint4 {
     u32 x, y, z, w;
@@ -90,29 +91,12 @@ static uint4 from_lane(const uint4& words, int index) {
 
 // ---- numbers
 
-static float as_float(u32 bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-static u32 bits_of(float value) {
-    u32 bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-static float low_of(u32 both) { return as_float(both << 16); }
-static float high_of(u32 both) { return as_float(both & 0xffff0000u); }
-static u32 narrow(float value) {
-    u32 bits = bits_of(value);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-static u32 packed(float low, float high) { return narrow(low) | narrow(high) << 16; }
 static float rsqrtf(float value) { return 1.0f / sqrtf(value); }
 static float lowest() { return -INFINITY; }
 static float power_of_two(float exponent) { return exp2f(exponent); }
 static u32 low_halves(u32 one, u32 other) { return (one & 0xffff) | other << 16; }
 static u32 high_halves(u32 one, u32 other) { return one >> 16 | (other & 0xffff0000u); }
-static float __shfl_xor_sync(u32, float value, int lanes) { return as_float(from_lane(bits_of(value), me % 32 ^ lanes)); }
+static float __shfl_xor_sync(u32, float value, int lanes) { return __uint_as_float(from_lane(__float_as_uint(value), me % 32 ^ lanes)); }
 
 // ---- the chip
 

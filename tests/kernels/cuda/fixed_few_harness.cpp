@@ -10,6 +10,8 @@
 #include <cstring>
 #include <vector>
 
+#include "bfloats.h"
+
 #define __device__
 #define __global__
 #define __shared__
@@ -17,7 +19,6 @@
 #define __align__(bytes)
 #define __launch_bounds__(threads)
 using std::min;
-typedef unsigned int u32;
 typedef unsigned long long u64;
 struct alignas(16) uint4 {
     u32 x, y, z, w;
@@ -76,19 +77,6 @@ static float __shfl_xor_sync(u32, float value, int lanes) {
 
 // ---- numbers
 
-static float __uint_as_float(u32 bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-static float low_of(u32 both) { return __uint_as_float(both << 16); }
-static float high_of(u32 both) { return __uint_as_float(both & 0xffff0000u); }
-static u32 narrow(float value) {
-    u32 bits;
-    memcpy(&bits, &value, 4);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-static u32 packed(float low, float high) { return narrow(low) | narrow(high) << 16; }
 static float rounded(float value) { return low_of(narrow(value)); }
 static float rounded_gate(float gate, float up) { return (rounded(gate) + 0.5f) * rounded(up); }  // any other would do
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }

@@ -17,6 +17,7 @@ from quire.kernels.cuda import nvrtc
 from quire.kernels.cuda.attention_cluster import _REGISTERS, OPTIONS, ClusterSizes, Variant, sizes_for, takes
 from quire.kernels.triton.attention_decode import LOG2_E
 from quire.kernels.types import HeadShape, HeadTurn, pair_cache
+from tests.kernels.cuda.ptxas import expect_no_spills
 
 EPS, SCALE, DIM = 1e-6, 0.088, 128
 HARNESS = Path(__file__).with_name("cluster_harness.cpp")
@@ -136,17 +137,7 @@ def engine_variants() -> list[Variant]:
 
 
 def test_no_kernel_spills_registers(tmp_path: Path) -> None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("needs nvcc")
-    for index, variant in enumerate(engine_variants()):
-        source = tmp_path / f"{index}.cu"
-        source.write_text(variant.source())
-        command = [nvcc, "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", str(source) + "bin",
-                   str(source)]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in done.stderr, f"{variant}: {done}"
+    expect_no_spills(engine_variants(), tmp_path)
 
 
 def test_the_compiler_that_engines_have_takes_every_kind_of_kernel() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from quire.bench.gpu import tune_few
 from quire.kernels.cuda import few_gemm, nvrtc
 from quire.kernels.cuda.few_gemm import OPTIONS, FewShape, Variant, can_compute
 from quire.kernels.triton.linear_few import linear_reference
+from tests.kernels.cuda.ptxas import expect_no_spills
 
 FOLDER = Path(__file__).parent
 SOURCES = Path(few_gemm.__file__).parent
@@ -94,24 +94,8 @@ def test_every_candidate_can_compute_its_gemm() -> None:
             assert can_compute(8, *size, FewShape.of(sizes)), (name, sizes)
 
 
-def compile_with(nvcc: str, index: int, variant: Variant, folder: Path) -> str:
-    source = folder / f"few{index}.cu"
-    source.write_text(variant.source())
-    command = [nvcc, "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", str(source) + "bin", str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
 def test_no_candidate_spills_registers(tmp_path: Path) -> None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("needs nvcc")
-    variants = sorted(set(tune_few.variants(list(tune_few.SETS))), key=repr)
-    with ThreadPoolExecutor(2) as pool:
-        said = list(pool.map(lambda each: compile_with(nvcc, *each, tmp_path), enumerate(variants)))
-    for variant, text in zip(variants, said, strict=True):
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, f"{variant}: {text}"
+    expect_no_spills(sorted(set(tune_few.variants(list(tune_few.SETS))), key=repr), tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed for tests on Linux")

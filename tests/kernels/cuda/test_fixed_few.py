@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.kernels.cuda import nvrtc
 from quire.kernels.cuda.fixed_few import OPTIONS, Variant, plan
 from quire.kernels.slices import Slices, add_in_tree
+from tests.kernels.cuda.ptxas import expect_no_spills
 
 PROGRAMS = 132
 EPS = 1e-6
@@ -165,17 +166,7 @@ def test_what_has_no_kernel_is_declined(
 
 
 def test_no_kernel_spills_registers(tmp_path: Path) -> None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("needs nvcc")
-    for index, variant in enumerate(engine_variants()):
-        source = tmp_path / f"{index}.cu"
-        source.write_text(variant.source())
-        command = [nvcc, "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", str(source) + "bin",
-                   str(source)]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in done.stderr, f"{variant}: {done}"
+    expect_no_spills(engine_variants(), tmp_path)
 
 
 def test_the_compiler_that_engines_have_takes_every_kind_of_kernel() -> None:

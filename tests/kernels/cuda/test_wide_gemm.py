@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +14,7 @@ from quire.kernels.cuda import nvrtc
 from quire.kernels.cuda.wide_gemm import OPTIONS, Variant, WideShape, can_compute, variant_of
 from quire.kernels.slices import Slices
 from quire.kernels.triton.fixed_tiles import TileScratch
+from tests.kernels.cuda.ptxas import expect_no_spills
 
 ROWS = (64, 256, 8192)
 HEADS, RANGES = Slices.each(32, 128), Slices.of_width(12_288)
@@ -104,29 +101,13 @@ def test_slices_that_it_cannot_sum_are_refused(slices: Slices | None, shape: tup
     assert variant_of(WideShape.of(shape), 4096 if slices is None else slices.width, slices) is None
 
 
-def compile_with(nvcc: str, variant: Variant, folder: Path) -> str:
-    name = re.sub(r"\W+", "_", repr(variant))[-180:]
-    source = folder / f"{name}.cu"
-    source.write_text(variant.source())
-    command = [nvcc, "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", str(source) + "bin", str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
 def test_no_candidate_spills_registers_or_serializes_its_products(tmp_path: Path) -> None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("needs nvcc")
     jobs = tune_wide.jobs([256, 8192], list(tune_wide.weights_of()))
     variants = {tune_wide.variant_of(*job, watched=False) for job in jobs}
     variants |= {Variant(WideShape(2, 192, 4, 1, 2, 1), residual=True, early=True), Variant(WideShape())}
     variants |= {replace(variant, early=True) for variant in fixed_variants() if variant is not None}
-    with ThreadPoolExecutor(2) as pool:
-        said = list(pool.map(lambda each: compile_with(nvcc, each, tmp_path), variants))
-    for variant, text in zip(variants, said):
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, f"{variant}: {text}"
-        assert "serialized" not in text, f"{variant}: {text}"
+    for text in expect_no_spills(variants, tmp_path):
+        assert "serialized" not in text, text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed for tests on Linux")
