@@ -9,6 +9,9 @@
 #include <memory>
 #include <thread>
 #include <vector>
+
+#include "bfloats.h"
+
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -16,7 +19,6 @@
 #define __launch_bounds__(...)
 
 typedef unsigned short u16;
-typedef unsigned int u32;
 typedef unsigned long long u64;
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct Place3 { int x; };
@@ -24,12 +26,6 @@ static thread_local Place3 threadIdx;
 static Place3 blockIdx;
 constexpr int BLOCK_THREADS = 32 * WARPS;
 
-static float __uint_as_float(u32 word) { float value; memcpy(&value, &word, 4); return value; }
-static u32 bits_of(float value) { u32 word; memcpy(&word, &value, 4); return word; }
-static float low_of(u32 both) { return __uint_as_float(both << 16); }
-static float high_of(u32 both) { return __uint_as_float(both & 0xffff0000u); }
-static u32 rounded(float value) { u32 word = bits_of(value); return (word + 0x7fff + (word >> 16 & 1)) >> 16; }
-static u32 packed(float low, float high) { return rounded(low) | rounded(high) << 16; }
 static float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
 static float emulated_exp(float value) { return std::exp(value); }
 #define __expf emulated_exp
@@ -56,7 +52,7 @@ static u32 taken_from(int lane, u32 word) {
     return found;
 }
 static float __shfl_xor_sync(u32, float value, int mask) {
-    return __uint_as_float(taken_from(threadIdx.x % 32 ^ mask, bits_of(value)));
+    return __uint_as_float(taken_from(threadIdx.x % 32 ^ mask, __float_as_uint(value)));
 }
 
 // ---- the previous kernel, whose results are there only after the wait for it
