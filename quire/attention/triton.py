@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +15,8 @@ from torch import Tensor
 from quire.attention import prefill_libraries
 from quire.attention.backend import FreshPrompts, PrefillLibrary
 from quire.errors import InvariantError
-from quire.kernels.cuda import attention_cluster
+from quire.kernels.cuda import attention_cluster, loading
+from quire.kernels.decode_lengths import Lengths
 from quire.kernels.triton import hopper_prefill
 from quire.kernels.triton.attention_decode import DecodeScratch, decode_attention
 from quire.kernels.triton.attention_few import MOST_BESIDE_FEW, MOST_SEQUENCES, few_decode_attention
@@ -91,8 +92,8 @@ class DeviceContext(StepContext):
     fuse_rope: bool = False
     """Norm, rotation and KV write run inside decode attention. Only for steps of one query per sequence: with drafts a
     query would need a key that another program of the same launch writes."""
-    long: bool = False
-    """Few sequences that decode have many keys: see `decode_lengths.long_keys`."""
+    lengths: Lengths = Lengths.MIDDLE
+    """Of few sequences that decode."""
     drafted: bool = False
     """Norm, rotation and KV write run inside attention in a step of few rows with drafts in chains too, where
     `few_decode_attention` can."""
@@ -117,16 +118,13 @@ class TritonAttention:
         pdl: bool = False,
         fixed_early: bool = False,
         same_type: bool = False,
-        clusters: bool = False,
     ) -> None:
         """`fixed_early`: in deterministic mode the kernel of an early launch, in every step. `same_type`: keys and
-        values have the activations' type, as some kernels need it. `clusters`: few sequences decode by
-        `attention_cluster` where it can."""
+        values have the activations' type, as some kernels need it."""
         self.device = device
         self.deterministic = deterministic
         self._fixed_early = fixed_early and deterministic
         self._same_type = same_type
-        self._clusters = clusters
         self.pdl = pdl
         self._dtype = dtype
         self._dense = dense_prefill and not deterministic and dtype != torch.float32 and device.type == "cuda"
@@ -404,6 +402,14 @@ class TritonAttention:
             return False
         return hopper_prefill.fits(self.device, self._dtype, shape.evened, block_size, hopper_prefill.DECODE)
 
+    def has_short(self, shapes: Collection[HeadShape | LatentShape], block_size: int, hidden: int) -> bool:
+        """Whether short decode steps of a model with such heads in all layers and hidden states of such a width have a
+        kernel of their own."""
+        narrow = hidden <= attention_cluster.WIDEST_MODEL and self._same_type and not self.deterministic
+        return narrow and loading.is_for(self.device, self._dtype) and all(
+            isinstance(shape, HeadShape) and attention_cluster.knows(self._dtype, shape, block_size)
+            for shape in shapes)
+
     def turns(
         self, ctx: StepContext, cache: LayerCache, shape: HeadShape, turn: HeadTurn, window: int | None,
         softcap: float | None,
@@ -435,7 +441,8 @@ class TritonAttention:
         count, pdl = ctx.num_decodes, self.pdl and ctx.num_decodes == qkv.shape[0]
         batch = (table, ctx.rows, ctx.context_len[:count], split, self.reserve(shape, split.tasks, count), shape, scale)
         most = MOST_BESIDE_FEW if self.beside_few_gemm else MOST_SEQUENCES
-        few = turn is not None and (ctx.drafted or (count <= most and not ctx.long))
+        long = ctx.lengths is Lengths.LONG
+        few = turn is not None and (ctx.drafted or (count <= most and not long))
         few = few and options["softcap"] is None
         if few and turn is not None and self._decode_in_clusters(qkv, cache, table, ctx, shape, scale, turn, options):
             return
@@ -443,7 +450,8 @@ class TritonAttention:
             few_decode_attention(
                 qkv, cache, *batch, turn, window=options["window"], out=options["out"], drafts=ctx.drafted, pdl=pdl)
             return
-        sizes = decode_shape(count, shape.head_dim, qkv.element_size(), self.shared_memory, ctx.long)
+        sizes = decode_shape(
+            count, shape.head_dim, qkv.element_size(), self.shared_memory, long, cache.k.element_size())
         options = {
             **options, "keys": sizes.keys, "num_warps": sizes.warps, "num_stages": sizes.stages,
             "carried": sizes.carried, "pdl": pdl,
@@ -458,7 +466,8 @@ class TritonAttention:
         turn: HeadTurn, options: dict[str, Any],
     ) -> bool:  # fmt: skip
         """Whether `attention_cluster` has done a step of few sequences."""
-        if not self._clusters or ctx.drafted or not attention_cluster.fits(self.device, qkv.dtype, shape, turn, cache):
+        fits = ctx.lengths is Lengths.SHORT and attention_cluster.fits(self.device, qkv.dtype, shape, turn, cache)
+        if not fits:
             return False
         count = ctx.num_decodes
         return attention_cluster.cluster_decode_attention(

@@ -1,11 +1,26 @@
-"""From how many keys on decode attention of few sequences on a GPU is split for bandwidth and not for latency."""
+"""Decode attention of few sequences on a GPU: of few keys it counts how soon it is done, of many how fast memory is
+read. Each has a kernel and captured graphs of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 LONG_SEQUENCES = 16
 """Up to so many sequences with many keys take pieces for one program a multiprocessor, of 128 keys at once."""
+SHORT_SEQUENCES = 2
+"""Up to so many sequences with few keys are taken by clusters of blocks (`cuda.attention_cluster`)."""
+_SHORT_KEYS = 2048
+"""Keys of each of them at most. H200, 2026-11-19, a layer of Qwen3-0.6B with one sequence, microseconds, by clusters
+and by `triton.attention_few`: 384 keys 16.3 and 17.4, 1,000 18.3 and 19.4, 2,000 20.7 and 20.7, 8,000 30.5 and 28.5."""
+
+
+class Lengths(Enum):
+    """How many keys the sequences of a decode step have."""
+
+    SHORT = "short"
+    MIDDLE = "middle"
+    LONG = "long"
 
 
 def long_keys(num_seqs: int) -> int:
@@ -15,6 +30,9 @@ def long_keys(num_seqs: int) -> int:
     return 8192 * max(2, num_seqs)
 
 
-def is_long(lengths: Sequence[int]) -> bool:
-    """Whether sequences of so many keys each have that many."""
-    return sum(lengths) >= long_keys(len(lengths))
+def lengths_of(lengths: Sequence[int]) -> Lengths:
+    """Of sequences with so many keys each."""
+    keys = sum(lengths)
+    if keys <= _SHORT_KEYS * len(lengths):
+        return Lengths.SHORT
+    return Lengths.LONG if keys >= long_keys(len(lengths)) else Lengths.MIDDLE

@@ -79,7 +79,6 @@ class TritonOps(Ops):
         fixed_prefetch: bool = True,
         fixed_fusion: bool = True,
         few_rows: bool = True,
-        cluster_attention: bool = False,
         rounding: Rounding | None = None,
     ) -> None:
         self.device = torch.device(device)
@@ -120,7 +119,6 @@ class TritonOps(Ops):
             prompt_rows=prompt_rows,
             fixed_early=self._fixed_early,
             same_type=self.kv_dtype == dtype,
-            clusters=cluster_attention,
         )
 
     def close(self) -> None:

@@ -9,6 +9,11 @@ _FORGET = 0.98
 _BORROWED = 6.0
 """Weight of the prior, in trials: a fixed one for the engine, the engine's estimate for a sequence."""
 
+_FORGET_STEP = 0.96
+"""Factor on the weight of all earlier steps at each new one: about the last 25 count."""
+_TRUSTED = 2.0
+"""Weight, in steps, of the prior that what is expected comes true."""
+
 
 class Odds:
     """Share of hits, with a prior and exponentially fading history."""
@@ -76,11 +81,11 @@ class EvidenceOdds:
         best = _EVIDENCE_PRIORS[place]
         return best if not self._rank else _ALTERNATIVE * (1.0 - best) / self._rank
 
-    def chain(self, evidence: int, count: int) -> list[float]:
-        """Probabilities that the first 1, 2, … `count` drafts are all accepted."""
+    def chain(self, evidence: int, count: int, trust: float = 1.0) -> list[float]:
+        """Probabilities that the first 1, 2, … `count` drafts are all accepted. `trust`: a factor on that of each."""
         chances, all_of_them = [], 1.0
         for i in range(count):
-            all_of_them *= self.estimate(evidence + i)
+            all_of_them *= trust * self.estimate(evidence + i)
             chances.append(all_of_them)
         return chances
 
@@ -129,3 +134,36 @@ class PositionOdds:
             all_of_them *= self._estimate(place)
             chances.append(all_of_them)
         return chances
+
+
+class Trust:
+    """What became of tokens that looked likely enough to be drafted, as a share of what was expected of them.
+
+    Whoever chooses the likeliest drafts chooses those whose odds are too high. Sequences of one text come true or not
+    together, so a step counts as one trial, however many sequences it has.
+    """
+
+    __slots__ = ("_expected", "_hits", "_of_step")
+
+    def __init__(self) -> None:
+        self._hits = self._expected = _TRUSTED
+        self._of_step = [0.0, 0.0, 0.0]
+        """Hits, expected hits and tokens of the step that is looked at."""
+
+    def add(self, expected: float, hit: bool) -> None:
+        step = self._of_step
+        step[0] += hit
+        step[1] += expected
+        step[2] += 1.0
+
+    def next_step(self) -> None:
+        hits, expected, tokens = self._of_step
+        if tokens:
+            self._hits = _FORGET_STEP * self._hits + (1.0 - _FORGET_STEP) * _TRUSTED + hits / tokens
+            self._expected = _FORGET_STEP * self._expected + (1.0 - _FORGET_STEP) * _TRUSTED + expected / tokens
+            self._of_step = [0.0, 0.0, 0.0]
+
+    @property
+    def share(self) -> float:
+        """At most 1."""
+        return min(1.0, self._hits / self._expected)

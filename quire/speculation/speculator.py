@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.speculation.acceptance import EvidenceOdds
+from quire.speculation.acceptance import EvidenceOdds, Trust
 from quire.speculation.choice import DraftChoice, Drafts
 from quire.speculation.costs import StepCosts
 from quire.speculation.growing import Grown, grow, in_order
@@ -36,6 +36,8 @@ _SAME_FOR = 16
 """Steps of one batch size for which the least useful chance is kept."""
 _LEAST_CHANCE = 0.02
 """Least probability of a tree's node: less likely candidates are not considered."""
+_LIKELY = 0.4, 0.8
+"""Tokens that were as likely as a useful draft say how far odds can be trusted; the least and the highest such bar."""
 _WAIT_CHANCE = 0.5
 """Where steps overlap, a sequence waits for its token in flight only if its next draft is at least so likely."""
 _READ_PER_STEP = 512
@@ -238,9 +240,6 @@ class _Followed:
     odds: list[EvidenceOdds]
     """By rank of an alternative: the best, the second best, ...; chains have only the first."""
 
-    def chance(self, evidence: int, rank: int) -> float:
-        return self.odds[rank].estimate(evidence)
-
 
 class LookupSpeculator(Speculator):
     """Drafts that a `ProposerSource` looks up on the host."""
@@ -252,6 +251,7 @@ class LookupSpeculator(Speculator):
         self.tree = tree
         self._source = source
         self._odds = [EvidenceOdds(rank=rank) for rank in range(1 if tree is None else tree.width)]
+        self._trust = Trust()
         self._followed: dict[Sequence, _Followed] = {}
         self._reading: dict[Sequence, Proposer] = {}
         """Proposers that may have queued tokens."""
@@ -269,6 +269,7 @@ class LookupSpeculator(Speculator):
 
     def submitted(self, planned: list[Planned], single: bool = False) -> bool:
         super().submitted(planned, single)
+        self._trust.next_step()
         self.read(planned)
         return False
 
@@ -324,16 +325,18 @@ class LookupSpeculator(Speculator):
     def _first_chance(self, seq: Sequence) -> float:
         followed = self._follow(seq)
         guess = followed.proposer.guess()
-        return followed.odds[0].estimate(guess[1]) if guess is not None else 0.0
+        return self._trust.share * followed.odds[0].estimate(guess[1]) if guess is not None else 0.0
 
     def _grown(self, seq: Sequence) -> Grown:
         """A tree or a chain for a sequence, likeliest drafts first."""
-        followed, shape = self._follow(seq), self._largest(seq)
+        followed, shape, trust = self._follow(seq), self._largest(seq), self._trust.share
         if shape is not None:
-            return grow(followed.proposer, followed.chance, shape, _LEAST_CHANCE if self.adaptive else 0.0)
+            return grow(followed.proposer, lambda evidence, rank: trust * followed.odds[rank].estimate(evidence), shape,
+                        _LEAST_CHANCE if self.adaptive else 0.0)  # fmt: skip
         longest = self._longest(seq)
         proposal = followed.proposer.propose(longest) if longest > 0 else Proposal(())
-        return Grown(proposal.tokens, (), tuple(followed.odds[0].chain(proposal.evidence, len(proposal.tokens))))
+        chances = followed.odds[0].chain(proposal.evidence, len(proposal.tokens), trust)
+        return Grown(proposal.tokens, (), tuple(chances))
 
     def _best(self, chances: list[tuple[float, int]], num_decoding: int) -> int:
         """How many of these drafts, best first, give the most expected tokens per second."""
@@ -359,17 +362,22 @@ class LookupSpeculator(Speculator):
         followed = self._followed.get(seq)
         if followed is None:
             return
+        good_enough = min(max(self._least_chance[2], _LIKELY[0]), _LIKELY[1])
         for token in result.tokens:
-            if self.tree is None:
-                guess = followed.proposer.guess()
-                if guess is not None:
-                    followed.odds[0].add(guess[1], guess[0] == token)
-            else:
-                cursor = followed.proposer.cursor()
-                guesses = [] if cursor is None else followed.proposer.followers(cursor, self.tree.width)
-                for odds, (guessed, evidence) in zip(followed.odds, guesses, strict=False):
-                    odds.add(evidence, guessed == token)
+            for rank, (guessed, evidence) in enumerate(self._guesses(followed.proposer)):
+                expected = followed.odds[rank].estimate(evidence)
+                if not rank and expected >= good_enough:
+                    self._trust.add(expected, guessed == token)
+                followed.odds[rank].add(evidence, guessed == token)
             followed.proposer.extend((token,))
+
+    def _guesses(self, proposer: Proposer) -> list[tuple[int, int]]:
+        """Tokens that a lookup would propose next, the likeliest first, and their evidence."""
+        if self.tree is None:
+            guess = proposer.guess()
+            return [] if guess is None else [guess]
+        cursor = proposer.cursor()
+        return [] if cursor is None else proposer.followers(cursor, self.tree.width)
 
     def forget(self, seq: Sequence) -> None:
         followed = self._followed.pop(seq, None)

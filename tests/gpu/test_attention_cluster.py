@@ -9,14 +9,16 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 if torch.cuda.is_available():
     from quire.attention.triton import DeviceContext, TritonAttention
+    from quire.kernels.cuda import attention_cluster
     from quire.kernels.cuda.attention_cluster import ClusterSizes, cluster_decode_attention, fits
+    from quire.kernels.decode_lengths import Lengths
     from quire.kernels.triton import attention_split
     from quire.kernels.triton.attention_few import few_decode_attention
     from quire.kernels.types import HeadShape, HeadTurn, pair_cache
     from tests.kernels.triton.cases import check_rope_decode
 
 QWEN = (16, 8, 128)
-SIZES = ((8, 4), (16, 4), (8, 8), (4, 4), (2, 4), (1, 4))
+SIZES = ((8, 4), (8, 8), (4, 4), (2, 4), (1, 4))
 
 
 def turn_of(positions: int, norms: bool = True) -> HeadTurn:
@@ -49,13 +51,13 @@ def test_steps_are_those_of_the_references(
     sizes: tuple[int, int], shape: tuple[int, int, int], block_size: int, lengths: list[int], more: dict[str, int]
 ) -> None:
     torch.manual_seed(len(lengths))
-    given = (ClusterSizes(*sizes),)
+    given = ClusterSizes(*sizes)
     for pdl in (False, True):
         check_rope_decode("cuda", torch.bfloat16, HeadShape(*shape), block_size, lengths, few=True, clusters=given,
                           pdl=pdl, repeat=3, extra=16, **more)  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [1, 2])
 @torch.inference_mode()
 def test_layers_of_a_graph_see_what_the_ones_before_wrote(count: int) -> None:
     """Each layer's q, k and v are made of what the one before attended to, with early launches all the way."""
@@ -68,7 +70,7 @@ def test_layers_of_a_graph_see_what_the_ones_before_wrote(count: int) -> None:
     weights = [(torch.randn(shape.width, 2048, device="cuda") / 45).bfloat16() for _ in range(layers)]
     split = attention_split.DecodeSplit.allocate(count, 16, "cuda")
     attention_split.split_decode(split, lengths, None)
-    attention = TritonAttention(table.device, torch.bfloat16, pdl=True, same_type=True, clusters=True)
+    attention = TritonAttention(table.device, torch.bfloat16, pdl=True, same_type=True)
     scratch = attention.reserve(shape, split.tasks, count)
     turn, start = turn_of(640), torch.randn(count, 2048, device="cuda").bfloat16()
 
@@ -95,11 +97,11 @@ def test_layers_of_a_graph_see_what_the_ones_before_wrote(count: int) -> None:
         graph.replay()
         assert torch.equal(found, alone)
     for mine, other in zip(keys, kept, strict=True):
-        torch.testing.assert_close(mine.float(), other.float(), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(mine.float(), other.float(), rtol=0.05, atol=0.1)
 
 
 @torch.inference_mode()
-def test_attention_takes_it_when_it_is_told_to() -> None:
+def test_attention_takes_it_in_short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, pages = HeadShape(*QWEN), torch.randn(8, 8, 16, 128, device="cuda").bfloat16()
     cache, turn = pair_cache(pages, pages.clone(), 16), turn_of(130)
     lengths = torch.tensor([100], dtype=torch.int32, device="cuda")
@@ -107,12 +109,18 @@ def test_attention_takes_it_when_it_is_told_to() -> None:
     start = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
     qkv = torch.randn(1, shape.width, device="cuda").bfloat16()
     found = []
-    for clusters in (False, True):
-        attention = TritonAttention(table.device, torch.bfloat16, pdl=True, same_type=True, clusters=clusters)
+    real = attention_cluster.cluster_decode_attention
+    taken = []
+    monkeypatch.setattr(attention_cluster, "cluster_decode_attention",
+                        lambda *given, **more: taken.append(True) or real(*given, **more))
+    for step in (Lengths.SHORT, Lengths.MIDDLE):
+        attention = TritonAttention(table.device, torch.bfloat16, pdl=True, same_type=True)
+        assert attention.has_short({shape}, 16, 2560) and not attention.has_short({shape}, 16, 4096)
         split = attention.allocate_split(1, shape)
         ctx = DeviceContext(lengths, start, lengths, (table,), (lengths,), num_decodes=1, splits=(split,),
-                            fuse_rope=True)  # fmt: skip
+                            fuse_rope=True, lengths=step)  # fmt: skip
         attention.prepare(ctx, (None,))
         attention.reserve(shape, split.tasks, 1)
         found.append(attention(qkv, cache, ctx, 0, shape, 0.088, None, None, turn))
+        assert len(taken) == 1
     torch.testing.assert_close(found[0].float(), found[1].float(), rtol=0.02, atol=0.02)

@@ -40,6 +40,8 @@ def qwen3(hidden: int, layers: int, heads: int, intermediate: int, tied: bool) -
 
 MODELS = {
     "0.6b": qwen3(1024, 28, 16, 3072, True),
+    "1.7b": qwen3(2048, 28, 16, 6144, True),
+    "4b": qwen3(2560, 36, 32, 9728, True),
     "8b": qwen3(4096, 36, 32, 12288, False),
     "14b": qwen3(5120, 40, 40, 17408, False),
     "30b-a3b": {
@@ -62,8 +64,8 @@ class Case:
 
 
 CASES = {
-    "a": Case("a", "output tok/s", 256, 16384, ("0.6b", "8b", "14b", "30b-a3b")),
-    "b": Case("b", "ms/token", 1, 2048, ("0.6b", "8b", "14b", "30b-a3b")),
+    "a": Case("a", "output tok/s", 256, 16384, ("0.6b", "1.7b", "4b", "8b", "14b", "30b-a3b")),
+    "b": Case("b", "ms/token", 1, 2048, ("0.6b", "1.7b", "4b", "8b", "14b", "30b-a3b")),
     "c": Case("c", "output tok/s", 32, 16384, ("0.6b", "8b", "30b-a3b")),
     "d": Case("d", "prompt tok/s", 16, 16384, ("0.6b", "8b", "30b-a3b")),
 }

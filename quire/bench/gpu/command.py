@@ -93,8 +93,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deterministic", action="store_true", help="fixed orders of summation: what they cost")
     for name, text in _SWITCHES.items():
         parser.add_argument(name, action=argparse.BooleanOptionalAction, default=True, help=f"{text} (default: on)")
-    parser.add_argument("--cluster-attention", action="store_true",
-                        help="decode attention of up to eight sequences by clusters of blocks (default: off)")
     parser.add_argument("--timeline", metavar="SVG", help="draw some steps of the last run here")
     parser.add_argument("--accuracy", metavar="MODEL",
                         help="instead: how far each dtype is from float32 on the CPU (emulated without a GPU)")
@@ -227,7 +225,6 @@ def _options(
         fixed_prefetch=args.fixed_prefetch,
         fixed_fusion=args.fixed_fusion,
         few_rows=args.few_rows,
-        cluster_attention=args.cluster_attention,
         rounding=_rounding(args),
     )
 
@@ -328,7 +325,7 @@ def _line(case: str, model: str, runs: list[tuple[Run, float]], args: argparse.N
         "options": {name: getattr(args, name) for name in ("depth", "block_size", "dtype", "kv_cache_dtype",
                                                            "quantization",
                                                            "enforce_eager", "deterministic", "fixed_prefetch",
-                                                           "fixed_fusion", "few_rows", "cluster_attention",
+                                                           "fixed_fusion", "few_rows",
                                                            "launch_early",
                                                            "named_algorithms", "max_num_batched_tokens",
                                                            "fuse_rope", "prompt_rows", "pad_mixed")},

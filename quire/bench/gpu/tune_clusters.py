@@ -16,10 +16,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-KEYS = (40, 128, 384, 640, 2000, 8000)
-MORE = ((2, 384), (2, 2000), (4, 384), (4, 2000), (8, 384), (8, 2000))
+KEYS = (40, 384, 1000, 2000, 4000, 8000, 16000)
+MORE = ((2, 384), (2, 2000), (2, 6000), (4, 384), (4, 2000), (8, 384), (8, 2000))
 """Sequences, and their keys."""
-SIZES = ((8, 4), (16, 4), (8, 8), (16, 2), (4, 4), (4, 8))
+SIZES = ((8, 4), (8, 8), (4, 4), (4, 8))
 """Blocks of a cluster, and warps of a block."""
 _LAYERS, _PAGE, _SCALE, _EPS, _ROUNDS = 6, 16, 0.088, 1e-6, 15
 
@@ -67,7 +67,7 @@ class _Layers:
         given = (qkv, self.caches[layer], self.table, None, self.lengths)
         if sizes is None:
             return few_decode_attention(*given, self.split, self.scratch, self.shape, _SCALE, self.turn, pdl=True)
-        found = cluster_decode_attention(*given, self.shape, _SCALE, self.turn, sizes=(ClusterSizes(*sizes),), pdl=True)
+        found = cluster_decode_attention(*given, self.shape, _SCALE, self.turn, sizes=ClusterSizes(*sizes), pdl=True)
         if found is None:
             raise RuntimeError("the kernel cannot be made")
         return found
@@ -105,7 +105,7 @@ def measure(model: str, count: int, keys: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["0.6b", "8b"], choices=("0.6b", "8b", "14b"))
+    parser.add_argument("--models", nargs="+", default=["0.6b", "8b"], choices=("0.6b", "1.7b", "4b", "8b", "14b"))
     args = parser.parse_args()
     for model in args.models:
         for count, keys in (*((1, keys) for keys in KEYS), *MORE):

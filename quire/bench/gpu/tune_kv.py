@@ -79,9 +79,9 @@ def measure(heads: int, count: int, queries: int, before: int) -> dict[str, Any]
 
 
 def _decode_ways(batch: _Batch) -> Iterator[tuple[str, Way]]:
-    from quire.kernels.decode_lengths import is_long
+    from quire.kernels.decode_lengths import Lengths, lengths_of
 
-    long = is_long([batch.length] * batch.count)
+    long = lengths_of([batch.length] * batch.count) is Lengths.LONG
     for name, caches in (("bf16", batch.wide), ("fp8", batch.narrow)):
         yield name, partial(_in_use, batch, caches, _step(batch, caches, long))
     if long and batch.count <= 2:
@@ -93,12 +93,14 @@ def _decode_ways(batch: _Batch) -> Iterator[tuple[str, Way]]:
 def _step(batch: _Batch, caches: list[Any], long: bool) -> tuple[Any, Any]:
     """The engine's attention over such a cache, and the context of the step."""
     from quire.attention.triton import DeviceContext, TritonAttention
+    from quire.kernels.decode_lengths import Lengths
 
     attention = TritonAttention(batch.qkv.device, batch.qkv.dtype, pdl=batch.qkv.is_cuda,
                                 same_type=caches is batch.wide)  # fmt: skip
     split = attention.allocate_split(batch.count, batch.shape, long)
     ctx = DeviceContext(batch.starts, batch.starts, batch.lengths, (batch.table,), (batch.starts,),
-                        num_decodes=batch.count, splits=(split,), fuse_rope=True, long=long)  # fmt: skip
+                        num_decodes=batch.count, splits=(split,), fuse_rope=True,
+                        lengths=Lengths.LONG if long else Lengths.MIDDLE)  # fmt: skip
     attention.prepare(ctx, (None,))
     attention.reserve(batch.shape, split.tasks, batch.count)
     return attention, ctx

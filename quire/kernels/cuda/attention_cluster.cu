@@ -128,10 +128,14 @@ struct Span {
     __device__ __forceinline__ bool is_old(int position) const { return position >= first && position < newest; }
 };
 
+// The block of the cache that has a tile. It is read a turn before its keys, which would wait for it.
+__device__ __forceinline__ int block_of(const Span& span, const int* table, int tile) {
+    return tile < span.tiles ? load_number(table + span.position(tile, 0) / PAGE) : 0;
+}
+
 // Where a tile lies in the cache.
-__device__ __forceinline__ long long place_of(const Span& span, const int* table, int tile, int head) {
-    int position = span.position(tile, 0);
-    return (((long long)load_number(table + position / PAGE) * KV + head) * PAGE + position % PAGE) * DIM;
+__device__ __forceinline__ long long place_of(const Span& span, int block, int tile, int head) {
+    return (((long long)block * KV + head) * PAGE + span.position(tile, 0) % PAGE) * DIM;
 }
 
 // Two keys of a tile, lane's group and the eighth after it, and two runs of the values of four.
@@ -349,7 +353,8 @@ __device__ __forceinline__ void attend(const Step& step, const Span& span, Memor
     Tile tile;
     int last = span.tiles - 1, own = span.newest % KEYS;
     const u16* value = step.qkv + (KV * (GROUP + 1) + step.head) * DIM;
-    long long place = place_of(span, step.table, source, step.head);
+    long long place = place_of(span, block_of(span, step.table, source), source, step.head);
+    int later = block_of(span, step.table, source + SOURCES);
     tile.load_keys(step.k_cache + place, span, source);
     tile.load_values(step.v_cache + place, span, source);
     Halves angles = load_halves(step.rope + (long long)span.newest * DIM), gains = {};
@@ -366,7 +371,8 @@ __device__ __forceinline__ void attend(const Step& step, const Span& span, Memor
         sums.score(weights, tile, heads, span, number, step.scale);
         int next = number + SOURCES;
         if (next <= last) {
-            place = place_of(span, step.table, next, step.head);
+            place = place_of(span, later, next, step.head);
+            later = block_of(span, step.table, next + SOURCES);
             tile.load_keys(step.k_cache + place, span, next);
         }
         sums.weigh(weights);

@@ -5,13 +5,13 @@ before the kernel before has ended. There the pieces of a sequence meet in memor
 after another; here they are blocks of a cluster, and write into each other's shared memory.
 
 `fits` is false without Hopper, without NVRTC, or where the driver refuses: `triton.attention_few` runs then. So it does
-for keys in fp8, for steps with drafts, and for eight query heads of a KV head.
+for keys in fp8, for steps with drafts, for eight query heads of a KV head, with many keys and in wide models.
 """
 
 from __future__ import annotations
 
 from ctypes import c_float, c_int, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -26,8 +26,6 @@ OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17")
 _DIM, _TILE, _MOST_GROUP = 128, 16, 7
 _REGISTERS = 192
 """Of a thread: with fewer of them some numbers would go to memory."""
-_PORTABLE = 8
-"""Blocks of a cluster that every chip with clusters has room for."""
 _NO_WINDOW = 1 << 30
 _FILES = ("rounding.cu", "common.cu", "few_instructions.cu", "attention_instructions.cu", "attention_cluster.cu")
 
@@ -40,8 +38,12 @@ class ClusterSizes:
     warps: int
 
 
-_SIZES = ((1, (ClusterSizes(16, 4), ClusterSizes(8, 4))), (4, (ClusterSizes(8, 4),)), (8, (ClusterSizes(4, 4),)))
-"""Up to so many sequences: of these the first whose clusters all run at the same time, or the last."""
+WIDEST_MODEL = 2560
+"""Width of hidden states. Wider models, whose GEMMs around attention are longer, lose: a cluster needs room on eight
+multiprocessors at once. H200, 2026-11-19, one sequence, ms a token with clusters and without: Qwen3-0.6B 0.537 and
+0.559, 1.7B 1.062 and 1.129, 4B 2.314 and 2.393; 8B 3.885 and 3.833, in int4 1.706 and 1.664."""
+_SIZES = (ClusterSizes(8, 8), ClusterSizes(8, 4))
+"""Of one sequence, and of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,45 +79,36 @@ def _text() -> str:
 @lru_cache(maxsize=64)
 def _loaded(variant: Variant, device: int) -> Kernel | None:
     """None where it cannot be compiled or loaded."""
-    wide = variant.sizes.cluster > _PORTABLE
     return loading.made("attention_cluster", device, lambda: Kernel(
-        nvrtc.compiled(variant.source(), OPTIONS), "cluster_decode", variant.shared, wide))
+        nvrtc.compiled(variant.source(), OPTIONS), "cluster_decode", variant.shared))
 
 
-def sizes_for(count: int) -> tuple[ClusterSizes, ...]:
-    """For so many sequences; none: another kernel is for them."""
-    return next((sizes for most, sizes in _SIZES if count <= most), ())
+def sizes_for(count: int) -> ClusterSizes | None:
+    """For so many sequences; None: another kernel is for them."""
+    return _SIZES[count - 1] if 0 < count <= len(_SIZES) else None
 
 
-@lru_cache(maxsize=64)
-def _chosen(sizes: tuple[ClusterSizes, ...], like: Variant, clusters: int, device: int) -> Variant | None:
-    """Of these sizes; None where there is no kernel. A chip has few places for clusters of sixteen blocks."""
-    for each in sizes:
-        variant = replace(like, sizes=each)
-        kernel = _loaded(variant, device)
-        if kernel is None:
-            return None
-        if each == sizes[-1] or kernel.most_clusters(each.cluster, 32 * each.warps) >= clusters:
-            return variant
-    return None
+def knows(dtype: torch.dtype, shape: HeadShape, block_size: int) -> bool:
+    """Whether the kernel knows such heads and blocks of keys in the activations' type."""
+    group, rest = divmod(shape.num_heads, shape.num_kv_heads)
+    heads = shape.head_dim == _DIM and rest == 0 and group <= _MOST_GROUP
+    return heads and dtype == torch.bfloat16 and block_size % _TILE == 0
 
 
 def takes(dtype: torch.dtype, shape: HeadShape, turn: HeadTurn, cache: LayerCache) -> bool:
     """Whether the kernel knows such heads and such a cache."""
-    group, rest = divmod(shape.num_heads, shape.num_kv_heads)
     norms = [gain for gain in (turn.q_norm, turn.k_norm) if gain is not None]
     tables = [each for each in (turn.rope, *norms) if each is not None and each.dtype == torch.float32]
-    heads = shape.head_dim == _DIM and rest == 0 and group <= _MOST_GROUP and turn.sinks is None
     rotated = turn.rope is not None and turn.rope.shape[1] == _DIM and len(tables) == 1 + len(norms) != 2
-    same = cache.k.dtype == cache.v.dtype == dtype == torch.bfloat16 and cache.scales is None
-    return heads and rotated and same and cache.block_size % _TILE == 0
+    same = cache.k.dtype == cache.v.dtype == dtype and cache.scales is None
+    return knows(dtype, shape, cache.block_size) and rotated and same and turn.sinks is None
 
 
 def fits(device: torch.device, dtype: torch.dtype, shape: HeadShape, turn: HeadTurn, cache: LayerCache) -> bool:
     """Whether the kernel runs there and knows such heads and such a cache."""
     if not loading.is_for(device, dtype) or not takes(dtype, shape, turn, cache):
         return False
-    variant = _variant(_SIZES[-1][1][-1], shape, turn, cache, early=True)
+    variant = _variant(_SIZES[0], shape, turn, cache, early=True)
     return _loaded(variant, loading.index_of(device)) is not None
 
 
@@ -136,7 +129,7 @@ def cluster_decode_attention(
     *,
     window: int | None = None,
     out: Tensor | None = None,
-    sizes: tuple[ClusterSizes, ...] = (),
+    sizes: ClusterSizes | None = None,
     pdl: bool = False,
 ) -> Tensor | None:
     """As `triton.attention_few.few_decode_attention`, of as many sequences as `context_len` has. `sizes`: instead of
@@ -144,19 +137,16 @@ def cluster_decode_attention(
     count, device = context_len.shape[0], loading.index_of(qkv.device)
     sizes = sizes or sizes_for(count)
     aligned = all(each.data_ptr() % 16 == 0 for each in (qkv, cache.k, cache.v)) and qkv.stride(0) % 8 == 0
-    if not sizes or not aligned:
+    if sizes is None or not aligned:
         return None
-    like = _variant(sizes[0], shape, turn, cache, pdl)
-    variant = _chosen(sizes, like, count * shape.num_kv_heads, device)
-    kernel = None if variant is None else _loaded(variant, device)
-    if variant is None or kernel is None:
+    kernel = _loaded(_variant(sizes, shape, turn, cache, pdl), device)
+    if kernel is None:
         return None
     if out is None:
         out = torch.empty(count, shape.num_heads * _DIM, dtype=qkv.dtype, device=qkv.device)
     given = (qkv, cache.k, cache.v, tables, rows, context_len, turn.rope, turn.q_norm, turn.k_norm, out)
-    cluster, threads = variant.sizes.cluster, 32 * variant.sizes.warps
     kernel(
-        Launch(count * shape.num_kv_heads * cluster, cluster, threads, pdl),
+        Launch(count * shape.num_kv_heads * sizes.cluster, sizes.cluster, 32 * sizes.warps, pdl),
         torch.cuda.current_stream(qkv.device).cuda_stream,
         (*(c_void_p(None if each is None else each.data_ptr()) for each in given), c_float(turn.eps),
          c_float(scale * LOG2_E), c_int(_NO_WINDOW if window is None else window), c_int(qkv.stride(0)),

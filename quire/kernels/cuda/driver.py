@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-_SHARED_MEMORY, _CARVE_OUT, _STACK, _WIDE, _CLUSTER, _EARLY = 8, 9, 3, 14, 4, 6
+_SHARED_MEMORY, _CARVE_OUT, _STACK, _CLUSTER, _EARLY = 8, 9, 3, 4, 6
 """Numbers of attributes: four of a function, and two of a launch."""
 _MOST_SHARED = 100
 """Per cent of what caches and shared memory have together: two kernels share a multiprocessor only if they divide it
@@ -83,18 +83,15 @@ class Launch:
 
 class Kernel:
     """A function of a cubin, with so much shared memory beside its static one; with 0 the first cache, which is the
-    same memory, stays as large as it can be. Of the device that is current when it is made. `wide`: its clusters have
-    more than the eight blocks that every chip has room for."""
+    same memory, stays as large as it can be. Of the device that is current when it is made."""
 
-    def __init__(self, code: bytes, name: str, shared: int, wide: bool = False) -> None:
+    def __init__(self, code: bytes, name: str, shared: int) -> None:
         self._module, self._function, self._shared = c_void_p(), c_void_p(), shared
         driver = _driver()
         _check(driver.cuModuleLoadData(byref(self._module), code), "loading a kernel")
         _check(driver.cuModuleGetFunction(byref(self._function), self._module, name.encode()), "finding a kernel")
         for attribute, value in ((_SHARED_MEMORY, shared), (_CARVE_OUT, _MOST_SHARED)) if shared else ():
             _check(driver.cuFuncSetAttribute(self._function, attribute, value), "asking for shared memory")
-        if wide:
-            _check(driver.cuFuncSetAttribute(self._function, _WIDE, 1), "asking for wide clusters")
 
     @property
     def stack(self) -> int:

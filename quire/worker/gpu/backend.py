@@ -97,6 +97,5 @@ def device_ops(options: DeviceOptions, device: torch.device, dtype: torch.dtype)
         fixed_prefetch=options.fixed_prefetch,
         fixed_fusion=options.fixed_fusion,
         few_rows=options.few_rows,
-        cluster_attention=options.cluster_attention,
         rounding=options.rounding,
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.attention.backend import FreshPrompts
 from quire.attention.prefill_libraries import Verdicts
 from quire.config import default_cache_dir
-from quire.kernels.decode_lengths import LONG_SEQUENCES, long_keys
+from quire.kernels.decode_lengths import LONG_SEQUENCES, SHORT_SEQUENCES, Lengths, long_keys
 from quire.kernels.types import HeadShape, LatentShape, LayerCache, StepContext
 from quire.models.decoder import Decoder
 from quire.models.heads.head import DraftHead
@@ -52,6 +52,7 @@ class StepContexts:
         self._block_size = table.block_size
         self._max_model_len, self._num_rows = table.max_model_len, table.num_rows
         self._shapes = [layer.attn.shape for layer in decoder.layers]
+        self._hidden = decoder.spec.hidden_size
         self._alike = len(set(self._shapes)) == 1
         self._plain = all(
             a.window is None and a.softcap is None and a.latent is None and not a.sinks
@@ -103,6 +104,14 @@ class StepContexts:
 
     # ---- decode steps
 
+    def short_rungs(self, rungs: Sequence[int]) -> list[int]:
+        """Those of decode steps without drafts that have a kernel for few keys."""
+        if self.attention is None or not self._plain or not self.fuse_rope:
+            return []
+        if not self.attention.has_short(set(self._shapes), self._block_size, self._hidden):
+            return []
+        return [rung for rung in rungs if rung <= SHORT_SEQUENCES]
+
     def long_rungs(self, rungs: Sequence[int]) -> list[int]:
         """Those of decode steps without drafts whose rows may have so many keys that reading them is all that
         counts."""
@@ -113,17 +122,17 @@ class StepContexts:
         rows: Tensor,
         positions: Tensor,
         query_start: Tensor,
-        lengths: Tensor,
+        keys: Tensor,
         slots: tuple[Tensor, ...],
         separate_rope: bool,
         caches: Sequence[LayerCache],
         detours: Tensor | None = None,
-        long: bool = False,
+        lengths: Lengths = Lengths.MIDDLE,
     ) -> StepContext:
-        """One token of every sequence. `separate_rope`: see `StepLaunches.decode`. `detours`: of nodes of trees.
-        `long`: see `decode_lengths`."""
+        """One token of every sequence, of so many `keys` each. `separate_rope`: see `StepLaunches.decode`. `detours`:
+        of nodes of trees."""
         if self.attention is None:
-            ctx = self._on_host(positions, query_start, lengths, rows, slots, caches)
+            ctx = self._on_host(positions, query_start, keys, rows, slots, caches)
             if detours is not None:
                 # Nodes may lie behind the last position of any of them.
                 ctx.block_tables = tuple(table[rows.clamp(min=0).long()].clamp(min=0) for table in self.tables)
@@ -133,8 +142,9 @@ class StepContexts:
 
         rung = rows.shape[0]
         chains = separate_rope and detours is None and rung <= MOST_DRAFTED and not self.attention.deterministic
-        ctx = DeviceContext(positions, query_start, lengths, (), slots, rows=rows, tables=self.tables, num_decodes=rung,
-                            splits=(self._long_splits if long else self._splits).get(rung, ()), long=long,
+        splits = self._long_splits if lengths is Lengths.LONG else self._splits
+        ctx = DeviceContext(positions, query_start, keys, (), slots, rows=rows, tables=self.tables, num_decodes=rung,
+                            splits=splits.get(rung, ()), lengths=lengths,
                             fuse_rope=self.fuse_rope and not separate_rope, drafted=self.fuse_rope and chains,
                             detours=detours)
         if self.attention.deterministic:

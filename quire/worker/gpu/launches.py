@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.decode_lengths import Lengths
 from quire.kernels.growth import NodeRows
 from quire.kernels.types import LayerCache
 from quire.layers.stream import ResidualStream
@@ -70,29 +71,36 @@ class StepLaunches:
     def scatter_staged(self, stage: Stage, sent: Tensor) -> None:
         self._kernels.scatter(self._table.arena, stage.view(sent, "places"), stage.view(sent, "values"))
 
-    def decode(self, rung: int, separate_rope: bool, long: bool = False, rests: bool = False) -> None:
+    def decode(
+        self, rung: int, separate_rope: bool, lengths: Lengths = Lengths.MIDDLE, rests: bool = False
+    ) -> None:
         """A decode step of `rung` rows, all on fixed addresses. `separate_rope`: rotation and KV write run in a kernel
         before attention, not inside it. Steps with drafts need that, since a draft's query sees keys of other rows of
-        the step; of few rows in chains, an attention that knows of them (`DeviceContext.drafted`) does both. `long`:
-        see `decode_lengths`. `rests`: nothing is kept for a draft head."""
+        the step; of few rows in chains, an attention that knows of them (`DeviceContext.drafted`) does both. `rests`:
+        nothing is kept for a draft head."""
         b = self.buffers
-        rows, lengths = b.rows[:rung], b.lengths[:rung]
+        rows, keys = b.rows[:rung], b.lengths[:rung]
         slots = tuple(slot[:rung] for slot in b.slots)
         ids, positions = b.ids[:rung], b.wide_positions[:rung]
-        self._gather(rows, b.positions[:rung], ids, positions, slots, lengths)
+        self._gather(rows, b.positions[:rung], ids, positions, slots, keys)
         starts = b.query_start[: rung + 1]
-        ctx = self._contexts.decode(rows, positions, starts, lengths, slots, separate_rope, self.caches, long=long)
+        ctx = self._contexts.decode(
+            rows, positions, starts, keys, slots, separate_rope, self.caches, lengths=lengths)
         forward = self.passes.unwatched if rests else self.passes.forward
         hidden = forward(ids, ctx, self.caches, rows, b.positions[:rung])
         if self.draws:
-            self.draw(self.passes.logits(hidden, ctx, b.logits[:rung]), rows, lengths, b.ring)
+            self.draw(self.passes.logits(hidden, ctx, b.logits[:rung]), rows, keys, b.ring)
         self.passes.settle()
         if self._advance:
             b.positions[:rung].add_(1)
 
+    def decode_short(self, rung: int, separate_rope: bool = False) -> None:
+        """A decode step of few rows with few keys, without drafts."""
+        self.decode(rung, False, Lengths.SHORT)
+
     def decode_long(self, rung: int, separate_rope: bool = False) -> None:
         """A decode step of rows with many keys, without drafts."""
-        self.decode(rung, False, long=True)
+        self.decode(rung, False, Lengths.LONG)
 
     def decode_resting(self, rung: int, separate_rope: bool = False) -> None:
         """A decode step without drafts, of a target whose head rests."""

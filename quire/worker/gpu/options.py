@@ -49,9 +49,6 @@ class DeviceOptions:
     few_rows: bool = True
     """On Hopper: GEMMs of 2 to 8 rows by `kernels.cuda.few_gemm`, with norm, gate and residual, where the GEMM table
     has their weight."""
-    cluster_attention: bool = False
-    """On Hopper: decode attention of up to eight sequences by `kernels.cuda.attention_cluster`. Off, since it has run
-    in an emulator only."""
     fuse_rope: bool = True
     """Norm, rotation and KV write run inside decode attention; never in steps with drafts, whose queries see keys of
     other rows of the step."""

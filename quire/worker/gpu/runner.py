@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from enum import Enum
 
 import numpy as np
 import torch
 
 from quire.errors import InvariantError
-from quire.kernels.decode_lengths import is_long
+from quire.kernels.decode_lengths import Lengths, lengths_of
 from quire.kernels.types import LayerCache
 from quire.models.decoder import Decoder
 from quire.models.heads.head import DraftHead
@@ -44,8 +45,17 @@ from quire.worker.gpu.trees import TreeSteps, as_chain, nodes_as_decodes
 MOST_RESTING = 8
 """Rows of a decode step that may leave out what a draft head reads: what that takes shows in small steps, and every
 size is a captured graph more."""
-_PLAIN, _LONG, _RESTING = "plain", "long", "resting"
-"""Kinds of decode steps, each with graphs of its own."""
+
+
+class _Resting(Enum):
+    """Of a target whose draft head rests."""
+
+    RESTING = "resting"
+
+
+RESTING = _Resting.RESTING
+Kind = Lengths | _Resting
+"""Of decode steps, each with graphs of its own."""
 
 
 class DeviceRunner:
@@ -91,12 +101,14 @@ class DeviceRunner:
         mixed = self.contexts.mixed_rungs(decoder, min(max_num_seqs, table.num_rows), mixed_tokens)
         self.contexts.reserve({*self.rungs, *([] if mixed is None else mixed.decode_counts)})
         self.graphs = GraphCache(device, self.launches.decode) if use_graphs and device.type == "cuda" else None
-        self.long_graphs = None if self.graphs is None else GraphCache(
-            device, self.launches.decode_long, self.graphs.pool)
-        self.resting_graphs = None if self.graphs is None or self.resting_rungs == [] else GraphCache(
-            device, self.launches.decode_resting, self.graphs.pool)
+        self._other_graphs: dict[Kind, GraphCache] = {} if self.graphs is None else {
+            kind: GraphCache(device, launch, self.graphs.pool)
+            for kind, launch in self._launches_of().items() if kind is not Lengths.MIDDLE
+        }  # fmt: skip
         # Of a draft model nobody has measured it.
-        self._long_rungs = [] if advance else self.contexts.long_rungs(self.rungs)
+        self._rungs_of = {} if advance else {
+            Lengths.SHORT: self.contexts.short_rungs(self.rungs), Lengths.LONG: self.contexts.long_rungs(self.rungs),
+        }  # fmt: skip
         self.sampled = self.launches.sampled_steps(None if self.graphs is None else self.graphs.pool)
         self.draws = SpecialDraws(table, rejection, self.sampled)
         self._replays = False
@@ -115,10 +127,11 @@ class DeviceRunner:
 
     def close(self) -> None:
         """Let go of graphs and caches: the graphs' launches hold all the memory."""
-        for graphs in (self.graphs, self.long_graphs, self.resting_graphs, self.padded, self.sampled, self.trees):
+        for graphs in (self.graphs, *self._other_graphs.values(), self.padded, self.sampled, self.trees):
             if graphs is not None:
                 graphs.close()
-        self.graphs = self.long_graphs = self.resting_graphs = self.padded = self.trees = None
+        self.graphs = self.padded = self.trees = None
+        self._other_graphs = {}
         self.caches = []
 
     def capture(self, max_num_seqs: int) -> None:
@@ -131,27 +144,30 @@ class DeviceRunner:
             self.trees.capture()
         if self.graphs is None:
             return
-        kinds = {_PLAIN: self.graphs, _LONG: self.long_graphs, _RESTING: self.resting_graphs}
         for kind, rungs, separate_rope in self._captured(max_num_seqs):
-            graphs = kinds[kind]
-            if graphs is not None:
-                graphs.capture(rungs, separate_rope)
+            self._other_graphs.get(kind, self.graphs).capture(rungs, separate_rope)
 
-    def _captured(self, max_num_seqs: int) -> list[tuple[str, list[int], bool]]:
+    def _launches_of(self) -> dict[Kind, Callable[[int, bool], None]]:
+        launches = self.launches
+        return {Lengths.MIDDLE: launches.decode, Lengths.SHORT: launches.decode_short,
+                Lengths.LONG: launches.decode_long, RESTING: launches.decode_resting}  # fmt: skip
+
+    def _captured(self, max_num_seqs: int) -> list[tuple[Kind, list[int], bool]]:
         """Decode steps that are captured: their kind, their rungs, and `separate_rope` of `StepLaunches.decode`."""
         fuse_rope, rungs = self.contexts.fuse_rope, self.rungs
         last = rung_for(rungs, max_num_seqs) if fuse_rope else rungs[-1]
-        with_drafts = [(_PLAIN, rungs, True)] if fuse_rope and rungs[-1] > max_num_seqs else []
-        return [*with_drafts, (_PLAIN, [rung for rung in rungs if rung <= last], False),
-                (_LONG, self._long_rungs, False), (_RESTING, self.resting_rungs, False)]
+        found: list[tuple[Kind, list[int], bool]] = []
+        if fuse_rope and rungs[-1] > max_num_seqs:
+            found.append((Lengths.MIDDLE, rungs, True))
+        found.append((Lengths.MIDDLE, [rung for rung in rungs if rung <= last], False))
+        found += [(kind, of_kind, False) for kind, of_kind in self._rungs_of.items()]
+        return [*found, (RESTING, self.resting_rungs, False)]
 
     def launch_captured(self, max_num_seqs: int) -> None:
         """Every step that `capture` would capture, once and outside graphs."""
         if self.padded is not None:
             self.padded.launch_all()
-        kinds: dict[str, Callable[[int, bool], None]] = {
-            _PLAIN: self.launches.decode, _LONG: self.launches.decode_long, _RESTING: self.launches.decode_resting,
-        }  # fmt: skip
+        kinds = self._launches_of()
         for kind, rungs, separate_rope in self._captured(max_num_seqs):
             for rung in sorted(rungs, reverse=True):
                 kinds[kind](rung, separate_rope)
@@ -190,12 +206,15 @@ class DeviceRunner:
         """Whether there is a step for such a plan that keeps nothing for a draft head."""
         entries = plan.entries
         return (0 < len(entries) <= self._most_resting and (plan.decoding is not None or is_decode(entries))
-                and not self._is_long(entries))
+                and self._lengths_of(entries) is not Lengths.LONG)
 
-    def _is_long(self, entries: Sequence[PlanEntry]) -> bool:
-        """Of a decode step without drafts."""
-        return (rung_for(self.rungs, len(entries)) in self._long_rungs
-                and is_long([entry.start for entry in entries]))
+    def _lengths_of(self, entries: Sequence[PlanEntry]) -> Lengths:
+        """Of a decode step without drafts: the kind that it is launched as."""
+        rung = rung_for(self.rungs, len(entries))
+        if not any(rung in of_kind for of_kind in self._rungs_of.values()):
+            return Lengths.MIDDLE
+        found = lengths_of([entry.start + 1 for entry in entries])
+        return found if rung in self._rungs_of.get(found, ()) else Lengths.MIDDLE
 
     def draft_on(self, pending: PendingStep) -> bool:
         """Launch drafts for the step after one that is under way, if whoever proposes can do so before its drafts are
@@ -283,8 +302,8 @@ class DeviceRunner:
         rung = rung_for(self.rungs, count)
         # A draft's query sees keys of other rows of this step: all keys must be written before attention starts.
         drafts = self.contexts.fuse_rope and drafted is not None
-        long = drafted is None and self._is_long(entries)
-        self.launch_decode(rung, drafts, long, rests)
+        lengths = Lengths.MIDDLE if drafted is not None else self._lengths_of(entries)
+        self.launch_decode(rung, drafts, lengths, rests)
         if not self.launches.draws:
             return self._nothing_drawn(step)
         pending = PendingStep(step, count, range(count), drawn[:count])
@@ -293,14 +312,13 @@ class DeviceRunner:
         return pending
 
     def launch_decode(
-        self, rung: int, separate_rope: bool = False, long: bool = False, rests: bool = False
+        self, rung: int, separate_rope: bool = False, lengths: Lengths = Lengths.MIDDLE, rests: bool = False
     ) -> None:
         """A decode step of so many rows, as they are staged (see `StepLaunches.decode`)."""
-        graphs = self.resting_graphs if rests else self.long_graphs if long else self.graphs
-        if graphs is not None and self._replays:
-            graphs.run(rung, separate_rope)
+        if self.graphs is not None and self._replays:
+            self._other_graphs.get(RESTING if rests else lengths, self.graphs).run(rung, separate_rope)
         else:
-            self.launches.decode(rung, separate_rope, long, rests)
+            self.launches.decode(rung, separate_rope, lengths, rests)
 
     # ---- steps of any shape
 

@@ -32,11 +32,29 @@ def test_norms_agree_and_the_fused_one_is_the_norm_of_the_sum(dtype: torch.dtype
     cases.check_norms(DEVICE, dtype, rows, hidden)
 
 
-@pytest.mark.parametrize(("kib", "one", "many"), [(227, 128, 64), (163, 64, 64), (99, 0, 0)])
-def test_keys_on_their_way_fit_the_shared_memory_of_the_chip(kib: int, one: int, many: int) -> None:
-    for sequences, keys in ((1, one), (32, many)):
-        careful = DecodeShape(64, stages=2, carried=False)
-        assert decode_shape(sequences, 96, 2, kib << 10) == (DecodeShape(keys) if keys else careful)
+CAREFUL = DecodeShape(64, stages=2, carried=False)
+WHOLE = DecodeShape(32, stages=6)
+
+
+@pytest.mark.parametrize(
+    ("kib", "one", "whole", "many"),
+    [
+        (227, DecodeShape(128), WHOLE, DecodeShape(64)),
+        (163, DecodeShape(64), WHOLE, DecodeShape(64)),
+        (99, CAREFUL, CAREFUL, CAREFUL),
+    ],
+)
+def test_keys_on_their_way_fit_the_shared_memory_of_the_chip(
+    kib: int, one: DecodeShape, whole: DecodeShape, many: DecodeShape
+) -> None:
+    for sequences, shape in ((1, one), (16, many), (32, whole), (64, many)):
+        assert decode_shape(sequences, 96, 2, kib << 10) == shape
+
+
+def test_only_whole_sequences_of_wide_heads_in_two_bytes_take_fewer_keys_at_once() -> None:
+    assert decode_shape(32, 128, 2) == WHOLE
+    assert decode_shape(32, 64, 2) == decode_shape(32, 128, 2, stored=1) == DecodeShape(64)
+    assert decode_shape(16, 128, 2, long=True) == DecodeShape(128)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -21,6 +21,7 @@ from quire.child import child_environment, module_command
 from quire.config import CacheConfig, EngineConfig
 from quire.engine.assembly import device as device_module
 from quire.errors import ConfigError
+from quire.kernels.decode_lengths import Lengths
 from quire.kernels.quantized import Rounding
 from quire.models.build import build_decoder, dummy_weights
 from quire.ops.cpu import CpuOps
@@ -132,16 +133,19 @@ def test_every_step_that_is_captured_is_launched_ahead(monkeypatch: pytest.Monke
     def launch(kind: str) -> Any:
         return lambda rung, separate=False: launched.append((kind, rung, separate))
 
-    runner.graphs, runner.long_graphs, runner.resting_graphs = graphs("plain"), graphs("long"), graphs("resting")
+    runner.graphs = graphs("middle")
+    runner._rungs_of[Lengths.SHORT] = [1, 2]
+    runner._other_graphs = {kind: graphs(kind.value) for kind in runner._launches_of() if kind is not Lengths.MIDDLE}
     runner.padded._graphs = graphs("padded")
     with torch.inference_mode():
         runner.capture(options.max_num_seqs)
-    for name, kind in (("decode", "plain"), ("decode_long", "long"), ("decode_resting", "resting")):
+    for name, kind in (("decode", "middle"), ("decode_short", "short"), ("decode_long", "long"),
+                       ("decode_resting", "resting")):  # fmt: skip
         monkeypatch.setattr(runner.launches, name, launch(kind))
     monkeypatch.setattr(runner.padded, "_run", launch("padded"))
     with torch.inference_mode():
         runner.launch_captured(options.max_num_seqs)
-    assert {kind for kind, _, _ in captured} == {"plain", "long", "resting", "padded"}
+    assert {kind for kind, _, _ in captured} == {"middle", "short", "long", "resting", "padded"}
     assert sorted(map(str, launched)) == sorted(map(str, captured))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.config import CacheConfig
-from quire.kernels.decode_lengths import is_long
+from quire.kernels.decode_lengths import Lengths, lengths_of
 from quire.models.build import build_decoder, dummy_weights
 from quire.models.decoder import Decoder
 from quire.models.heads.build import read_head
@@ -76,7 +76,7 @@ def worker_of(
 
 
 def decode(
-    worker: GpuWorker, rows: int, separate_rope: bool = False, long: bool = False, rests: bool = False
+    worker: GpuWorker, rows: int, separate_rope: bool = False, lengths: Lengths = Lengths.MIDDLE, rests: bool = False
 ) -> tuple[list[str], list[str]]:
     """(kernels and operations, allocations) from the embedding to the logits."""
     launches = worker._runner.launches
@@ -87,7 +87,7 @@ def decode(
 
     launches._kernels = replace(launches._kernels, gather_inputs=gather, draw=lambda *_: found.append("draw"))
     with torch.inference_mode(), recorded() as found:
-        launches.decode(rows, separate_rope, long, rests)
+        launches.decode(rows, separate_rope, lengths, rests)
     first = next(i for i, entry in enumerate(found) if entry.startswith("embedding"))
     found = found[first : found.index("draw")]
     return names(found), [entry for entry in found if entry.startswith(("empty", "new_empty"))]
@@ -185,10 +185,10 @@ def test_the_kernel_of_few_sequences_takes_up_to_eight_beside_gemms_of_few_rows(
     assert (asked, launched.count("rope_decode")) == (([False] * 2, 0) if few else ([], 2))
 
 
-@pytest.mark.parametrize(("told", "there", "made"), [(True, True, True), (True, True, False), (True, False, True),
+@pytest.mark.parametrize(("short", "there", "made"), [(True, True, True), (True, True, False), (True, False, True),
                                                      (False, True, True)])  # fmt: skip
-def test_few_sequences_decode_in_clusters_where_they_are_told_to_and_the_kernel_can(
-    monkeypatch: pytest.MonkeyPatch, told: bool, there: bool, made: bool
+def test_few_sequences_decode_in_clusters_in_short_steps_where_the_kernel_can(
+    monkeypatch: pytest.MonkeyPatch, short: bool, there: bool, made: bool
 ) -> None:
     from quire.attention import triton as attention
 
@@ -200,19 +200,13 @@ def test_few_sequences_decode_in_clusters_where_they_are_told_to_and_the_kernel_
         return out if made else None
 
     worker = worker_of(monkeypatch, QWEN3)
-    attends = worker._runner.contexts.attention
-    assert isinstance(attends, attention.TritonAttention) and not attends._clusters  # off by default
-    attends._clusters = told
     monkeypatch.setattr(attention, "few_fits", lambda *_: True)
     monkeypatch.setattr(attention, "few_decode_attention", attend)
     monkeypatch.setattr(attention.attention_cluster, "fits", lambda *_: there)
     monkeypatch.setattr(attention.attention_cluster, "cluster_decode_attention", attend)
-    decode(worker, 2)
-    layer = ["clusters"] if told and there else []
+    decode(worker, 2, lengths=Lengths.SHORT if short else Lengths.MIDDLE)
+    layer = ["clusters"] if short and there else []
     assert asked == 2 * (layer if layer and made else [*layer, "few"])
-    asked.clear()
-    decode(worker, 4)
-    assert not asked  # more sequences than are few here
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -234,14 +228,30 @@ def test_few_rows_with_many_keys_take_pieces_and_a_kernel_for_bandwidth(
     runner.contexts.reserve(set(runner.rungs))
     monkeypatch.setattr(attention, "few_fits", lambda *_: True)
     monkeypatch.setattr(attention, "rope_decode_attention", attend)
-    decode(worker, rows, long=True)
+    decode(worker, rows, lengths=Lengths.LONG)
     kv_heads = worker.spec.layers[0].attention.num_kv_heads
     assert asked == [(132 // kv_heads, 128)] * 2
 
 
-def test_a_step_is_long_from_so_many_keys_on() -> None:
-    assert is_long([16384]) and not is_long([16000, 300]) and is_long([9000, 9000])
-    assert not is_long([8000] * 8) and is_long([30_000] * 8)
+def test_steps_are_short_up_to_so_many_keys_and_long_from_so_many_on() -> None:
+    for lengths in ([1], [2048], [100, 3900]):
+        assert lengths_of(lengths) is Lengths.SHORT
+    for lengths in ([2049], [16383], [100, 4000], [16000, 300], [8000] * 8):
+        assert lengths_of(lengths) is Lengths.MIDDLE
+    for lengths in ([16384], [9000, 9000], [30_000] * 8):
+        assert lengths_of(lengths) is Lengths.LONG
+
+
+def test_narrow_models_have_launches_for_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.attention import triton as attention
+
+    monkeypatch.setattr(attention.loading, "is_for", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(attention.attention_cluster, "knows", lambda dtype, shape, block: block == 8)
+    contexts = worker_of(monkeypatch, QWEN3)._runner.contexts
+    assert contexts.short_rungs([1, 2, 4, 8]) == [1, 2]
+    contexts._hidden = 4096
+    assert contexts.short_rungs([1, 2]) == []
+    assert worker_of(monkeypatch, QWEN3, deterministic=True)._runner.contexts.short_rungs([1, 2]) == []
 
 
 def test_few_rows_have_launches_for_many_keys_where_texts_can_be_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,24 +265,26 @@ def test_few_rows_have_launches_for_many_keys_where_texts_can_be_long(monkeypatc
 
 
 @pytest.mark.parametrize("drafting", [False, True])
-def test_a_step_with_many_keys_is_launched_as_one_but_not_of_a_draft_model(
+def test_a_step_is_launched_by_its_keys_but_not_of_a_draft_model(
     monkeypatch: pytest.MonkeyPatch, drafting: bool
 ) -> None:
     """Whose decode steps move on: a graph captured in passing would do so twice."""
     runner = worker_of(monkeypatch, QWEN3)._runner
-    asked: list[tuple[int, bool, bool, bool]] = []
+    asked: list[tuple[int, bool, Lengths, bool]] = []
     monkeypatch.setattr(runner, "launch_decode", lambda *given: asked.append(given))
     monkeypatch.setattr(runner.draws, "draw", lambda step: None)
     monkeypatch.setattr(StepContexts, "long_rungs", lambda self, rungs: [1])
-    runner._long_rungs = [1]
+    runner._rungs_of = {Lengths.SHORT: [1], Lengths.LONG: [1]}
     if drafting:
         other = DeviceRunner(runner.launches.passes.decoder, worker_of(monkeypatch, QWEN3).ops, runner._table,
                              torch.device("cpu"), max_num_seqs=2, use_graphs=False, advance=True)
-        assert other._long_rungs == []
+        assert other._rungs_of == {}
         return
-    for start, drafted in ((20_000, None), (20_000, Drafted([0], [(0, 1)], torch.zeros(0))), (40, None)):
+    drafts = Drafted([0], [(0, 1)], torch.zeros(0))
+    for start, drafted in ((20_000, None), (20_000, drafts), (4000, None), (40, None), (40, drafts)):
         runner.launch_staged([PlanEntry(0, start, 1, sample=True)], 0, drafted)
-    assert [long for _, _, long, _ in asked] == [True, False, False]
+    assert [lengths for _, _, lengths, _ in asked] == [
+        Lengths.LONG, Lengths.MIDDLE, Lengths.MIDDLE, Lengths.SHORT, Lengths.MIDDLE]
 
 
 def test_deterministic_steps_are_not_fused_with_gemms_without_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
