@@ -248,8 +248,8 @@ def check_rope_decode(
     clusters: attention_cluster.ClusterSizes | None = None,
     repeat: int = 1,
 ) -> float:
-    """The fused kernel (`few`: that of one or two sequences; with `clusters` the one in CUDA C, of these sizes) beside the
-    references of both it stands for, and beside those two kernels."""
+    """The fused kernel (`few`: that of one or two sequences; with `clusters` the one in CUDA C, of these sizes) beside
+    the references of both it stands for, and beside those two kernels."""
     stored = kv_dtype or dtype
     qkv, cache, table, start, length = paged_batch(device, dtype, shape, block_size, [1] * len(lengths), lengths)
     scales = None
