@@ -48,6 +48,7 @@ _FIXED = MixedShape(64, 64, 4, 3)
 _FIXED_HOPPER = MixedShape(64, hopper_prefill.PREFILL.keys, 4, 2)
 """The same where `hopper_prefill` may compute a row: as many keys at a time."""
 _FIXED_FLOAT32 = MixedShape(32, 32, 4, 2)
+_TWO_BYTES = 2
 _WIDE = MixedShape(128, 64, 4, 3)
 """H200, 2026-11-15, prompts of 4,096: 401 to 413 TFLOP/s, with 8 warps 318, 64 rows 349."""
 _LARGE_HEADS = MixedShape(64, 32, 4, 2)
@@ -93,7 +94,7 @@ class DeviceContext(StepContext):
     """Norm, rotation and KV write run inside decode attention. Only for steps of one query per sequence: with drafts a
     query would need a key that another program of the same launch writes."""
     lengths: Lengths = Lengths.MIDDLE
-    """Of few sequences that decode."""
+    """How many keys the sequences of a decode step have: which kernel few of them take."""
     drafted: bool = False
     """Norm, rotation and KV write run inside attention in a step of few rows with drafts in chains too, where
     `few_decode_attention` can."""
@@ -407,8 +408,8 @@ class TritonAttention:
         kernel of their own."""
         narrow = hidden <= attention_cluster.WIDEST_MODEL and self._same_type and not self.deterministic
         return narrow and loading.is_for(self.device, self._dtype) and all(
-            isinstance(shape, HeadShape) and attention_cluster.knows(self._dtype, shape, block_size)
-            for shape in shapes)
+            isinstance(shape, HeadShape) and shape.num_kv_heads <= attention_cluster.MOST_KV_HEADS
+            and attention_cluster.knows(self._dtype, shape, block_size) for shape in shapes)
 
     def turns(
         self, ctx: StepContext, cache: LayerCache, shape: HeadShape, turn: HeadTurn, window: int | None,
@@ -450,8 +451,8 @@ class TritonAttention:
             few_decode_attention(
                 qkv, cache, *batch, turn, window=options["window"], out=options["out"], drafts=ctx.drafted, pdl=pdl)
             return
-        sizes = decode_shape(
-            count, shape.head_dim, qkv.element_size(), self.shared_memory, long, cache.k.element_size())
+        timed = cache.k.element_size() == _TWO_BYTES and ctx.detours is None
+        sizes = decode_shape(count, shape.head_dim, qkv.element_size(), self.shared_memory, long, timed)
         options = {
             **options, "keys": sizes.keys, "num_warps": sizes.warps, "num_stages": sizes.stages,
             "carried": sizes.carried, "pdl": pdl,

@@ -269,12 +269,12 @@ class LookupSpeculator(Speculator):
 
     def submitted(self, planned: list[Planned], single: bool = False) -> bool:
         super().submitted(planned, single)
-        self._trust.next_step()
         self.read(planned)
         return False
 
     def read(self, planned: list[Planned]) -> None:
-        """Add queued tokens, a few in every step, beginning with the step that begins a prompt."""
+        """A step begins: add queued tokens, a few in every step, beginning with the step that begins a prompt."""
+        self._trust.next_step()
         for seq, entry, _ in planned:
             if entry.start < seq.num_prompt_tokens and seq.request.beams is None:
                 self._follow(seq)

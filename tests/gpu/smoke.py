@@ -199,6 +199,7 @@ def check_rope_decode(rng: random.Random) -> None:
         (BF16, HeadShape(16, 8, 128), 16, [1, 128, 129, 64, 65], {"prefetch": True}),
         (BF16, HeadShape(16, 8, 128), 16, many, {"extra": 264, "keys": 64, "prefetch": True, "carried": True}),
         (BF16, HeadShape(32, 8, 128), 16, many[:8], {"extra": 16, "keys": 64, "prefetch": True, "carried": True}),
+        (BF16, HeadShape(32, 8, 128), 16, many[:32], {"extra": 16, "keys": 32, "prefetch": True, "carried": True}),
         (BF16, HeadShape(8, 2, 64), 1, [5, 777, 1300], {"window": 100, "prefetch": True}),
         (BF16, HeadShape(4, 1, 256), 64, [5, 777, 1300], {"softcap": 5.0, "keys": 64, "prefetch": True}),
         (BF16, HeadShape(32, 8, 128), 16, many[:32], {"kv_dtype": torch.float8_e4m3fn, "kv_scale": 0.5}),

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     from quire.ops.reference import TorchOps
     from quire.worker.gpu.options import DeviceOptions
-    from quire.worker.gpu.runner import RESTING
+    from quire.worker.gpu.runner import Resting
     from tests.kernels.triton.test_chains import check_chains
     from tests.kernels.triton.test_features import check_features
     from tests.worker.gpu.drafting import accepted, looping, remembering
@@ -82,7 +82,7 @@ def test_a_head_that_rests_changes_no_bit_and_nothing_is_kept_for_it(kind: str) 
     core = engine(kind, **asked(kind))
     pause, runner = Pause(core.scheduler.speculator, 4, 12, tells=True), core.executor._worker._runner
     assert told(core, looping(12)) == plain(kind, looping, 12)
-    resting = runner._other_graphs[RESTING]
+    resting = runner._other_graphs[Resting.MIDDLE]
     assert resting.replays == pause.rested > 0
     assert len(resting) == len(runner.resting_rungs)
     core.close()

@@ -1,7 +1,7 @@
 """`python -m quire.bench.gpu.tune_clusters [--models 0.6b 8b]`: decode attention of few sequences by clusters of blocks
-beside the kernel in use.
+beside `triton.attention_few`.
 
-A JSON line for each number of sequences and of keys. "few": the kernel in use; "BLOCKS WARPS": clusters of so many
+A JSON line for each number of sequences and of keys. "few": that kernel; "BLOCKS WARPS": clusters of so many
 blocks, of so many warps each. Of one sequence a whole layer is timed, since what counts is how soon a kernel begins
 beside the GEMM before it and lets the next one begin; of more, attention by itself. "off": by how much a result is off
 from that of "few" at most.

@@ -22,7 +22,7 @@ constexpr int SPREAD = 4, TURNS = (SOURCES + SPREAD - 1) / SPREAD;  // lanes tha
 constexpr int PAIRS = (GROUP + 1) / 2;
 constexpr int PADDED = GROUP * SLICE + 8;  // neighbouring sources lie in different banks
 
-static_assert(GROUP < 8 && PAGE % KEYS == 0 && CLUSTER <= 16, "no such heads or pages");
+static_assert(GROUP < 8 && PAGE % KEYS == 0 && CLUSTER <= 8, "no such heads or pages");
 
 struct Memory {
     float sums[SOURCES][PADDED];
@@ -247,8 +247,7 @@ struct Sums {
         }
     }
 
-    // To each block the features that it joins: a run of eight of each half for every lane group, or, with sixteen
-    // blocks, a run for each block.
+    // To each block the features that it joins: a run of eight of each half for every lane group.
     __device__ __forceinline__ void send(Memory& memory, int source) {
         Lane lane;
 #pragma unroll
@@ -258,17 +257,16 @@ struct Sums {
             total[i] += __shfl_xor_sync(~0u, total[i], 16);
         }
         if (lane.member >= PAIRS) return;
-        for (int block = lane.group; block < CLUSTER; block += 8)
-            store_at(block, &memory.levels[source][4 * lane.member], {peak[0], total[0], peak[1], total[1]});
+        if (lane.group < CLUSTER)
+            store_at(lane.group, &memory.levels[source][4 * lane.member], {peak[0], total[0], peak[1], total[1]});
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int query = 2 * lane.member + i;
             if (query >= GROUP) break;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                constexpr int OF_BLOCK = CLUSTER < 8 ? 8 / CLUSTER : 1;  // lane groups of a block
-                int block = CLUSTER == 16 ? lane.group + 8 * half : lane.group / OF_BLOCK;
-                int place = CLUSTER == 16 ? 0 : lane.group % OF_BLOCK * 16 + 8 * half;
+                constexpr int OF_BLOCK = 8 / CLUSTER;  // lane groups of a block
+                int block = lane.group / OF_BLOCK, place = lane.group % OF_BLOCK * 16 + 8 * half;
                 float* to = &memory.sums[source][query * SLICE + place];
                 const auto& found = &numbers[4 * half];
                 store_at(block, to, {found[0][i], found[0][i + 2], found[1][i], found[1][i + 2]});
@@ -282,7 +280,6 @@ struct Sums {
 
 // Which feature the block has at a place of its slice.
 __device__ __forceinline__ int feature_at(int block, int place) {
-    if (CLUSTER == 16) return block / 8 * (DIM / 2) + block % 8 * 8 + place;
     return place / 8 % 2 * (DIM / 2) + block * (SLICE / 2) + place / 16 * 8 + place % 8;
 }
 

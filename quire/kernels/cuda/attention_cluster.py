@@ -42,6 +42,8 @@ WIDEST_MODEL = 2560
 """Width of hidden states. Wider models, whose GEMMs around attention are longer, lose: a cluster needs room on eight
 multiprocessors at once. H200, 2026-11-19, one sequence, ms a token with clusters and without: Qwen3-0.6B 0.537 and
 0.559, 1.7B 1.062 and 1.129, 4B 2.314 and 2.393; 8B 3.885 and 3.833, in int4 1.706 and 1.664."""
+MOST_KV_HEADS = 8
+"""Whose clusters were timed, and all run at the same time."""
 _SIZES = (ClusterSizes(8, 8), ClusterSizes(8, 4))
 """Of one sequence, and of two."""
 

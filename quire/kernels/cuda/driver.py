@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 _SHARED_MEMORY, _CARVE_OUT, _STACK, _CLUSTER, _EARLY = 8, 9, 3, 4, 6
-"""Numbers of attributes: four of a function, and two of a launch."""
+"""Numbers of attributes: three of a function, and two of a launch."""
 _MOST_SHARED = 100
 """Per cent of what caches and shared memory have together: two kernels share a multiprocessor only if they divide it
 alike."""

@@ -66,7 +66,7 @@ _PROGRAMS = ((4, 1), (16, 2), (40, 1), (96, 4), (128, 8))
 """Up to so many sequences: programs a multiprocessor."""
 _MOST_PROGRAMS = 16
 _WHOLE = 17, 40
-"""Fewest and most sequences whose keys are not cut into pieces, as a rule."""
+"""Fewest and most rows of a step whose sequences' keys are not cut into pieces, as a rule."""
 _LONG_NARROW = 3
 
 
@@ -86,19 +86,19 @@ HOPPER_SHARED = 227 << 10
 
 
 def decode_shape(
-    num_seqs: int, head_dim: int, element_size: int, shared: int = HOPPER_SHARED, long: bool = False, stored: int = 2
+    num_seqs: int, head_dim: int, element_size: int, shared: int = HOPPER_SHARED, long: bool = False, timed: bool = True
 ) -> DecodeShape:
     """Measured with the pieces above, bf16 heads of 128: one sequence 9.4 us with 128 keys at once (64 keys: 12.6), 32
     sequences 40.5 with 64 (128 keys: 57, since fewer programs fit). Where a program has all keys of a sequence, 32 at
     once begin sooner: case c of Qwen3-8B and 0.6B 3,869 and 14,511 tok/s (2026-11-19; with 64 3,768 and 14,268), but
     case a, with up to 256 sequences, 9,463 and 23,742. Larger heads and float32 take what surely fits the shared
-    memory, and so does a chip that has less of it (`shared`) than the tiles on their way need. `stored`: bytes of a
-    number in the cache."""
+    memory, and so does a chip that has less of it (`shared`) than the tiles on their way need. `timed`: keys are of
+    the kind that those figures are of, two bytes in rows of the block table."""
     careful = DecodeShape(64, stages=2, carried=False)
     if head_dim > 128 or element_size > 2:
         return careful
     wanted = DecodeShape(128) if num_seqs <= 2 or long else DecodeShape(64)
-    if _WHOLE[0] <= num_seqs <= _WHOLE[1] and head_dim > 64 and stored == 2 and not long:
+    if _WHOLE[0] <= num_seqs <= _WHOLE[1] and head_dim > 64 and timed and not long:
         wanted = DecodeShape(32, stages=6)
     for shape in (wanted, DecodeShape(64)):
         if shape.stages * 2 * shape.keys * triton.next_power_of_2(head_dim) * element_size <= 0.9 * shared:

@@ -102,6 +102,10 @@ class StepLaunches:
         """A decode step of rows with many keys, without drafts."""
         self.decode(rung, False, Lengths.LONG)
 
+    def decode_resting_short(self, rung: int, separate_rope: bool = False) -> None:
+        """The same of few rows with few keys, of a target whose head rests."""
+        self.decode(rung, False, Lengths.SHORT, rests=True)
+
     def decode_resting(self, rung: int, separate_rope: bool = False) -> None:
         """A decode step without drafts, of a target whose head rests."""
         self.decode(rung, False, rests=True)

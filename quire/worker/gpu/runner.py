@@ -47,14 +47,14 @@ MOST_RESTING = 8
 size is a captured graph more."""
 
 
-class _Resting(Enum):
-    """Of a target whose draft head rests."""
+class Resting(Enum):
+    """Decode steps of a target whose draft head rests, by `Lengths`."""
 
-    RESTING = "resting"
+    SHORT = "resting short"
+    MIDDLE = "resting"
 
 
-RESTING = _Resting.RESTING
-Kind = Lengths | _Resting
+Kind = Lengths | Resting
 """Of decode steps, each with graphs of its own."""
 
 
@@ -150,7 +150,8 @@ class DeviceRunner:
     def _launches_of(self) -> dict[Kind, Callable[[int, bool], None]]:
         launches = self.launches
         return {Lengths.MIDDLE: launches.decode, Lengths.SHORT: launches.decode_short,
-                Lengths.LONG: launches.decode_long, RESTING: launches.decode_resting}  # fmt: skip
+                Lengths.LONG: launches.decode_long, Resting.MIDDLE: launches.decode_resting,
+                Resting.SHORT: launches.decode_resting_short}  # fmt: skip
 
     def _captured(self, max_num_seqs: int) -> list[tuple[Kind, list[int], bool]]:
         """Decode steps that are captured: their kind, their rungs, and `separate_rope` of `StepLaunches.decode`."""
@@ -161,7 +162,8 @@ class DeviceRunner:
             found.append((Lengths.MIDDLE, rungs, True))
         found.append((Lengths.MIDDLE, [rung for rung in rungs if rung <= last], False))
         found += [(kind, of_kind, False) for kind, of_kind in self._rungs_of.items()]
-        return [*found, (RESTING, self.resting_rungs, False)]
+        resting_short = [rung for rung in self.resting_rungs if rung in self._rungs_of.get(Lengths.SHORT, ())]
+        return [*found, (Resting.SHORT, resting_short, False), (Resting.MIDDLE, self.resting_rungs, False)]
 
     def launch_captured(self, max_num_seqs: int) -> None:
         """Every step that `capture` would capture, once and outside graphs."""
@@ -316,7 +318,10 @@ class DeviceRunner:
     ) -> None:
         """A decode step of so many rows, as they are staged (see `StepLaunches.decode`)."""
         if self.graphs is not None and self._replays:
-            self._other_graphs.get(RESTING if rests else lengths, self.graphs).run(rung, separate_rope)
+            kind: Kind = lengths
+            if rests:
+                kind = Resting.SHORT if lengths is Lengths.SHORT else Resting.MIDDLE
+            self._other_graphs.get(kind, self.graphs).run(rung, separate_rope)
         else:
             self.launches.decode(rung, separate_rope, lengths, rests)
 

@@ -119,7 +119,7 @@ class Step:
         (Variant(ClusterSizes(4, 2), 2, 4, 64, True, False), [129, 128, 500], 200, False),
         (Variant(ClusterSizes(2, 2), 1, 5, 16, True, True), [33, 210], 1 << 30, False),
         (Variant(ClusterSizes(1, 4), 3, 1, 16, True, True), [80, 65], 48, True),
-        (Variant(ClusterSizes(16, 1), 1, 3, 16, True, True), [5, 260, 249], 1 << 30, False),
+        (Variant(ClusterSizes(8, 8), 1, 3, 16, True, True), [5, 1100], 1 << 30, False),  # tiles for each warp, and more
     ],
 )  # fmt: skip
 def test_an_emulated_cluster_attends(

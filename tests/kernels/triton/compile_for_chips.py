@@ -93,13 +93,14 @@ def decode(capability: int) -> None:
     attention_split.split_decode(split, ints, None)
     scratch = attention_decode.DecodeScratch.allocate(split.tasks, 4, heads, "cpu")
     qkv = torch.empty(2, heads.width, dtype=HALF)
-    sizes = attention_split.decode_shape(1, 128, 2, shared)
     given = qkv, cache, table, ints, ints, split, scratch, heads, 0.1
-    options: dict[str, Any] = {"keys": sizes.keys, "num_warps": sizes.warps, "num_stages": sizes.stages,
-                               "carried": sizes.carried, "pdl": early}  # fmt: skip
-    attention_decode.decode_attention(*given, halves=sizes.carried, **options)
     turn = HeadTurn(torch.empty(64, 128), torch.empty(128), torch.empty(128), 1e-6)
-    attention_rope.rope_decode_attention(*given, turn, prefetch=True, **options)
+    for sequences in (32, 1):
+        sizes = attention_split.decode_shape(sequences, 128, 2, shared)
+        options: dict[str, Any] = {"keys": sizes.keys, "num_warps": sizes.warps, "num_stages": sizes.stages,
+                                   "carried": sizes.carried, "pdl": early}  # fmt: skip
+        attention_decode.decode_attention(*given, halves=sizes.carried, **options)
+        attention_rope.rope_decode_attention(*given, turn, prefetch=True, **options)
     if capability >= FP8:
         narrow = pair_cache(cache.k.to(torch.float8_e4m3fn), cache.v.to(torch.float8_e4m3fn), 16)
         attention_rope.rope_decode_attention(qkv, narrow, *given[2:], turn, prefetch=True, **options)

@@ -51,9 +51,9 @@ def test_keys_on_their_way_fit_the_shared_memory_of_the_chip(
         assert decode_shape(sequences, 96, 2, kib << 10) == shape
 
 
-def test_only_whole_sequences_of_wide_heads_in_two_bytes_take_fewer_keys_at_once() -> None:
+def test_only_whole_sequences_of_wide_heads_that_were_timed_take_fewer_keys_at_once() -> None:
     assert decode_shape(32, 128, 2) == WHOLE
-    assert decode_shape(32, 64, 2) == decode_shape(32, 128, 2, stored=1) == DecodeShape(64)
+    assert decode_shape(32, 64, 2) == decode_shape(32, 128, 2, timed=False) == DecodeShape(64)
     assert decode_shape(16, 128, 2, long=True) == DecodeShape(128)
 
 
@@ -126,6 +126,7 @@ TURNED: list[tuple[HeadShape, int, list[int], dict]] = [
     (HeadShape(8, 2, 32), 16, [200, 1, 0, 129], {"kv_dtype": torch.float8_e4m3fn, "extra": 4, "carried": True}),
     (HeadShape(8, 2, 128), 16, [300], {"kv_dtype": torch.float8_e4m3fn, "kv_scale": 0.5, "extra": 1, "keys": 64}),
     (HeadShape(8, 2, 32), 16, [1, 300, 0], {"sinks": True, "norms": False, "keys": 64, "carried": True}),
+    (HeadShape(8, 2, 32), 16, [90, 1, 0, 333, 32], {"extra": 1, "keys": 32, "carried": True}),
 ]
 
 

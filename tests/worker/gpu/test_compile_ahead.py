@@ -140,12 +140,12 @@ def test_every_step_that_is_captured_is_launched_ahead(monkeypatch: pytest.Monke
     with torch.inference_mode():
         runner.capture(options.max_num_seqs)
     for name, kind in (("decode", "middle"), ("decode_short", "short"), ("decode_long", "long"),
-                       ("decode_resting", "resting")):  # fmt: skip
+                       ("decode_resting", "resting"), ("decode_resting_short", "resting short")):  # fmt: skip
         monkeypatch.setattr(runner.launches, name, launch(kind))
     monkeypatch.setattr(runner.padded, "_run", launch("padded"))
     with torch.inference_mode():
         runner.launch_captured(options.max_num_seqs)
-    assert {kind for kind, _, _ in captured} == {"middle", "short", "long", "resting", "padded"}
+    assert {kind for kind, _, _ in captured} == {"middle", "short", "long", "resting", "resting short", "padded"}
     assert sorted(map(str, launched)) == sorted(map(str, captured))
 
 
