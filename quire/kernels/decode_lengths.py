@@ -12,7 +12,8 @@ SHORT_SEQUENCES = 2
 """Up to so many sequences with few keys are taken by clusters of blocks (`cuda.attention_cluster`)."""
 _SHORT_KEYS = 2048
 """Keys of theirs at most, on average. H200, 2026-11-19, a layer of Qwen3-0.6B with one sequence, microseconds, by
-clusters and by `triton.attention_few`: 384 keys 16.3 and 17.4, 1,000 18.3 and 19.4, 2,000 20.7 and 20.7, 8,000 30.5 and 28.5."""
+clusters and by `triton.attention_few`: 384 keys 16.3 and 17.4, 1,000 18.3 and 19.4, 2,000 20.7 and 20.7, 8,000 30.5
+and 28.5."""
 
 
 class Lengths(Enum):
