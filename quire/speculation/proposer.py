@@ -60,8 +60,8 @@ class Proposer(ABC):
         """Add queued tokens until the cost reaches `most` ordinary tokens; returns the cost."""
         return 0
 
-    def finish(self) -> None:  # noqa: B027 (most share nothing)
-        """The sequence has ended."""
+    def finish(self, late: Sequence[int] = ()) -> None:  # noqa: B027 (most share nothing)
+        """The sequence has ended, with `late` as its last tokens, which were never shown."""
 
 
 class ProposerSource(ABC):

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.speculation.acceptance import EvidenceOdds, Trust
@@ -38,6 +38,8 @@ _LEAST_CHANCE = 0.02
 """Least probability of a tree's node: less likely candidates are not considered."""
 _LIKELY = 0.4, 0.8
 """Tokens that were as likely as a useful draft say how far odds can be trusted; the least and the highest such bar."""
+_SURE = 0.97
+"""Where drafts would have to be likelier than this on average, lookups rest."""
 _WAIT_CHANCE = 0.5
 """Where steps overlap, a sequence waits for its token in flight only if its next draft is at least so likely."""
 _READ_PER_STEP = 512
@@ -239,6 +241,8 @@ class _Followed:
     proposer: Proposer
     odds: list[EvidenceOdds]
     """By rank of an alternative: the best, the second best, ...; chains have only the first."""
+    late: list[int] = field(default_factory=list)
+    """Last tokens, which the proposer was not shown since lookups rest."""
 
 
 class LookupSpeculator(Speculator):
@@ -256,7 +260,7 @@ class LookupSpeculator(Speculator):
         self._reading: dict[Sequence, Proposer] = {}
         """Proposers that may have queued tokens."""
         self._least_chance = (0, 0, 0.0, 0)
-        """See `_useless`: sequences, room for drafts, the least useful chance, steps for which it still holds."""
+        """Sequences, room for drafts, the least useful chance, steps for which it still holds."""
 
     def _follow(self, seq: Sequence) -> _Followed:
         found = self._followed.get(seq)
@@ -265,7 +269,16 @@ class LookupSpeculator(Speculator):
             proposer = self._source.open(seq.tokens, seq.num_prompt_tokens, domain)
             found = self._followed[seq] = _Followed(proposer, [EvidenceOdds(engine) for engine in self._odds])
             self._reading[seq] = proposer
+        if found.late and not self._hopeless:
+            found.proposer.extend(found.late)
+            found.late = []
+            self._reading[seq] = found.proposer
         return found
+
+    @property
+    def _hopeless(self) -> bool:
+        """Whether hardly any drafts could pay, as in large batches on a CPU, where the cost of lookups would show."""
+        return self._least_chance[2] > _SURE
 
     def submitted(self, planned: list[Planned], single: bool = False) -> bool:
         super().submitted(planned, single)
@@ -278,7 +291,7 @@ class LookupSpeculator(Speculator):
         for seq, entry, _ in planned:
             if entry.start < seq.num_prompt_tokens and seq.request.beams is None:
                 self._follow(seq)
-        left = _READ_PER_STEP
+        left = 0 if self._hopeless else _READ_PER_STEP
         while self._reading and left > 0:
             seq, proposer = next(iter(self._reading.items()))
             cost = proposer.catch_up(left)
@@ -315,12 +328,17 @@ class LookupSpeculator(Speculator):
         says it all, in a fraction of the time."""
         if not self.times.known:
             return False
+        least = self._least_useful(num_decoding, room)
+        return least > _SURE or all(self._first_chance(seq) < least for seq in sequences)
+
+    def _least_useful(self, num_decoding: int, room: int) -> float:
+        """The least chance at which any number of drafts, all as likely, would pay."""
         of, most, least, steps = self._least_chance
         if of != num_decoding or most != room or not steps:
-            drafts = min(room, len(sequences) * self.most_drafts)
+            drafts = min(room, num_decoding * self.most_drafts)
             least, steps = self.times.least_chance(num_decoding, drafts, _least_gain(num_decoding)), _SAME_FOR
         self._least_chance = num_decoding, room, least, steps - 1
-        return all(self._first_chance(seq) < least for seq in sequences)
+        return least
 
     def _first_chance(self, seq: Sequence) -> float:
         followed = self._follow(seq)
@@ -352,6 +370,8 @@ class LookupSpeculator(Speculator):
         return best
 
     def _waiting(self, able: list[Sequence], num_decoding: int, room: int) -> set[int]:
+        if self.adaptive and room > 0 and self.times.known and self._least_useful(num_decoding, room) > _SURE:
+            return set()
         return {seq.row for seq in able if seq.num_pending and self._worth_waiting(seq)}
 
     def _worth_waiting(self, seq: Sequence) -> bool:
@@ -362,6 +382,11 @@ class LookupSpeculator(Speculator):
         followed = self._followed.get(seq)
         if followed is None:
             return
+        if self._hopeless:
+            followed.late += result.tokens
+            return
+        if followed.late:
+            followed = self._follow(seq)
         good_enough = min(max(self._least_chance[2], _LIKELY[0]), _LIKELY[1])
         for token in result.tokens:
             for rank, (guessed, evidence) in enumerate(self._guesses(followed.proposer)):
@@ -384,4 +409,4 @@ class LookupSpeculator(Speculator):
         if followed is not None:
             self._reading.pop(seq, None)
             if seq.num_output_tokens:
-                followed.proposer.finish()
+                followed.proposer.finish(followed.late)

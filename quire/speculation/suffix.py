@@ -136,8 +136,8 @@ class SuffixProposer(Proposer):
                 *(generation.step(state, length, token)
                   for generation, (state, length) in zip(self._outputs.generations, places, strict=True)))
 
-    def finish(self) -> None:
-        self._outputs.add(self._tail)
+    def finish(self, late: Sequence[int] = ()) -> None:
+        self._outputs.add([*self._tail, *late])
 
 
 class SuffixSource(ProposerSource):

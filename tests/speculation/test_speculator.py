@@ -15,9 +15,10 @@ from quire.scheduler.plan import EntryResult, StepPlan, StepResult
 from quire.scheduler.request import Request
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.device_speculator import DeviceSpeculator
-from quire.speculation.ngram import NgramSource
+from quire.speculation.ngram import NgramProposer, NgramSource
 from quire.speculation.speculator import LookupSpeculator, Speculator
-from quire.speculation.tree import path_along
+from quire.speculation.suffix import SuffixSource
+from quire.speculation.tree import TreeShape, path_along
 
 Cost = Callable[[int], float]
 
@@ -399,3 +400,30 @@ def test_of_drafts_that_are_worth_about_the_same_more_are_taken(dearer: float, d
     stream.scheduler.update(StepResult(prompt.step, [EntryResult([1])]))
     plan = stream.scheduler.schedule()
     assert plan is not None and [entry.device_drafts for entry in plan.entries] == [drafts]
+
+
+@pytest.mark.parametrize("tree", [None, TreeShape(2, 4, 6)])
+def test_lookups_cost_nothing_where_no_draft_could_pay_and_miss_no_token_after_it(
+    monkeypatch: pytest.MonkeyPatch, tree: TreeShape | None
+) -> None:
+    """A step of up to eight tokens takes as long as one of a single token; beyond, each costs more than its share."""
+    shown: list[int] = []
+    real = NgramProposer.extend
+    monkeypatch.setattr(NgramProposer, "extend", lambda self, tokens: shown.append(len(tokens)) or real(self, tokens))
+    speculator = LookupSpeculator(NgramSource(1), 4, tree=tree)
+    stream = Stream([repeating(400)] + [repeating(100)] * 39, lambda tokens: 0.02 * max(1.0, tokens / 8) ** 1.1,
+                    speculator)
+    stream.run()
+    # The prompts, a few tokens until hopelessness is known, and what the last one missed in one go.
+    assert shown[:40] == [8] * 40 and len(shown) < 40 + 40 * 3 + 320 and max(shown) > 60
+    figures = speculator.stats.flat()
+    assert figures["spec_acceptance_rate"] > 0.9
+    assert figures["spec_draft_tokens"] > 150
+
+
+def test_an_output_is_kept_whole_where_lookups_had_no_use() -> None:
+    source = SuffixSource(1, 1000)
+    proposer = source.open([1, 2, 3], 2, "a")
+    proposer.finish([4, 5])
+    again = source.open([9, 1, 2], 3, "a")
+    assert again.propose(3).tokens == (3, 4, 5)
