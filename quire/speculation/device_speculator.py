@@ -182,7 +182,8 @@ class DeviceSpeculator(Speculator):
 
     def _looked_up(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
         ruled = [seq for seq in sequences if seq.request.start_grammar is not None and self._may_have_drafts(seq)]
-        return {} if self._lookups is None or not ruled else self._lookups._choose(ruled, num_decoding, room)
+        return {} if self._lookups is None or not ruled or room <= 0 else self._lookups._choose(
+            ruled, num_decoding, room)
 
     def _rests(self, decoding: list[Sequence]) -> bool:
         """Whether drafts do not pay for these sequences, nothing was learned since, and no try is due. Then nothing is

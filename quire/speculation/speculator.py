@@ -104,9 +104,11 @@ class Speculator(ABC):
         if self.most_in_step is not None:
             room = min(room, self.most_in_step)
         choice = DraftChoice()
+        if room <= 0:
+            return choice
         choice.waiting = self._waiting(able, len(decoding), room)
         known = [seq for seq in able if not seq.num_pending and seq.row not in choice.waiting]
-        if known and room > 0:
+        if known:
             choice.drafts = self._choose(known, len(decoding) - len(choice.waiting), room)
         return choice
 
@@ -329,7 +331,14 @@ class LookupSpeculator(Speculator):
         if not self.times.known:
             return False
         least = self._least_useful(num_decoding, room)
-        return least > _SURE or all(self._first_chance(seq) < least for seq in sequences)
+        return self._rest(sequences) if least > _SURE else all(self._first_chance(seq) < least for seq in sequences)
+
+    def _rest(self, sequences: list[Sequence]) -> bool:
+        """Lookups rest, but what they say later, or keep of an output, begins here."""
+        for seq in sequences:
+            if seq not in self._followed:
+                self._follow(seq)
+        return True
 
     def _least_useful(self, num_decoding: int, room: int) -> float:
         """The least chance at which any number of drafts, all as likely, would pay."""
@@ -370,7 +379,8 @@ class LookupSpeculator(Speculator):
         return best
 
     def _waiting(self, able: list[Sequence], num_decoding: int, room: int) -> set[int]:
-        if self.adaptive and room > 0 and self.times.known and self._least_useful(num_decoding, room) > _SURE:
+        if self.adaptive and self.times.known and self._least_useful(num_decoding, room) > _SURE:
+            self._rest(able)
             return set()
         return {seq.row for seq in able if seq.num_pending and self._worth_waiting(seq)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ import pytest
 from quire.kvcache.manager import KVCacheManager
 from quire.sampling.params import SamplingParams
 from quire.scheduler.plan import EntryResult, StepPlan, StepResult
-from quire.scheduler.request import Request
+from quire.scheduler.request import Request, Sequence
 from quire.scheduler.scheduler import Limits, Scheduler
 from quire.speculation.device_speculator import DeviceSpeculator
 from quire.speculation.ngram import NgramProposer, NgramSource
 from quire.speculation.speculator import LookupSpeculator, Speculator
-from quire.speculation.suffix import SuffixSource
+from quire.speculation.suffix import RecentOutputs, SuffixSource
 from quire.speculation.tree import TreeShape, path_along
 
 Cost = Callable[[int], float]
@@ -38,10 +39,11 @@ class Stream:
     def __init__(self, texts: list[list[int]], cost: Cost, speculator: Speculator | None, draft_cost: float = 0.0,
                  draft_hits: float = 0.0, depth: int = 1, host: float = 0.0, behind_cost: float = 0.0,
                  prompt: int = 8, tree_hits: float = 0.0, sure: float = 1.0, temperature: float = 0.0,
-                 sizes: tuple[int, ...] = (1, 2, 3, 5, 9, 16, 32, 64)) -> None:
-        """`sizes`: those that were measured beforehand. `sure`: how often a model that cuts its chains offers a draft
-        that is not right; it offers all that are."""
-        self._sure = sure
+                 sizes: tuple[int, ...] = (1, 2, 3, 5, 9, 16, 32, 64), n: int = 1, budget: int = 4096) -> None:
+        """`n`: samples of each prompt, all of the same tokens. `budget`: tokens of a step. `sizes`: those that were
+        measured beforehand. `sure`: how often a model that cuts its chains offers a draft that is not right; it offers
+        all that are."""
+        self._sure, self._samples = sure, n
         self._tree_hits = tree_hits
         self._depth, self._host, self._behind_cost, self._prompt = depth, host, behind_cost, prompt
         self._read: dict[int, int] = {}
@@ -54,16 +56,16 @@ class Stream:
             speculator._clock = lambda: self.now
             for size in sizes:
                 speculator.times.observe(size, cost(size))
-        self.scheduler = Scheduler(Limits(64, 4096, 4096), KVCacheManager(4096, 16), clock=lambda: self.now,
+        self.scheduler = Scheduler(Limits(64, budget, 4096), KVCacheManager(4096, 16), clock=lambda: self.now,
                                    speculator=speculator)
         for i, text in enumerate(texts):
-            params = SamplingParams(max_tokens=len(text) - prompt, ignore_eos=True, temperature=temperature)
+            params = SamplingParams(max_tokens=len(text) - prompt, ignore_eos=True, temperature=temperature, n=n)
             self.scheduler.add(Request(f"r{i}", text[:prompt], params, seed=i, arrival_time=0.0))
 
     def run(self) -> float:
         """Seconds until all are done; what came out is checked."""
         rows: dict[int, list[int]] = {}
-        produced: dict[str, list[int]] = {}
+        produced: dict[Sequence, list[int]] = {}
         under_way: deque[StepPlan] = deque()
         while self.scheduler.has_work:
             # The host's work is hidden where another step runs meanwhile.
@@ -91,9 +93,11 @@ class Stream:
             self.steps += 1
             self.scheduler.update(StepResult(plan.step, results))
             for update in self.scheduler.take_updates():
-                produced.setdefault(update.request.request_id, []).extend(update.new_tokens)
+                produced.setdefault(update.sequence, []).extend(update.new_tokens)
         self.scheduler.check()
-        assert [produced[f"r{i}"] for i in range(len(self._texts))] == [text[self._prompt :] for text in self._texts]
+        found = sorted((seq.request.request_id, tokens) for seq, tokens in produced.items())
+        assert found == sorted(
+            (f"r{i}", text[self._prompt :]) for i, text in enumerate(self._texts) for _ in range(self._samples))
         return self.now
 
     def _results(self, plan: StepPlan, rows: dict[int, list[int]]) -> list[EntryResult]:
@@ -427,3 +431,31 @@ def test_an_output_is_kept_whole_where_lookups_had_no_use() -> None:
     proposer.finish([4, 5])
     again = source.open([9, 1, 2], 3, "a")
     assert again.propose(3).tokens == (3, 4, 5)
+
+
+def test_outputs_of_siblings_are_kept_whole_where_lookups_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which read no prompt of their own."""
+    kept: list[int] = []
+    real = RecentOutputs.add
+    monkeypatch.setattr(RecentOutputs, "add", lambda self, tokens: kept.append(len(tokens)) or real(self, tokens))
+    speculator = LookupSpeculator(SuffixSource(1, 1000), 4)
+    Stream([free(48)], compute_bound, speculator, n=4, temperature=1.0).run()
+    assert kept == [48] * 4 and not speculator.stats.verifications
+
+
+def test_nobody_waits_for_drafts_that_a_step_has_no_room_for() -> None:
+    texts = [repeating(300)] * 4
+    plain = Stream(texts, memory_bound, None, depth=2, host=0.001, budget=4)
+    drafting = Stream(texts, memory_bound, LookupSpeculator(NgramSource(1), 4), depth=2, host=0.001, budget=4)
+    assert drafting.run() < 1.01 * plain.run()
+
+
+def test_a_full_step_with_a_grammar_row_has_no_lookups_while_a_head_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculator = DeviceSpeculator(4, own_kv=False)
+    assert speculator._lookups is not None
+    for size in (1, 2, 4, 8):
+        speculator.times.observe(size, memory_bound(size))
+    request = SimpleNamespace(beams=None, start_grammar=object())
+    seq: Any = SimpleNamespace(num_pending=0, held_at=None, num_computed=8, num_prompt_tokens=8, request=request)
+    monkeypatch.setattr(speculator, "_rests", lambda decoding: True)
+    assert speculator.choose([seq], 0).drafts == speculator.choose([seq], -1).drafts == {}
