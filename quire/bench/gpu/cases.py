@@ -1,5 +1,5 @@
-"""The GPU cases a to d: models of Qwen3 shapes with random weights, their workloads, and what the hardware
-allows."""
+"""The GPU cases a to d: models of the shapes of Qwen3, Qwen2.5 and Gemma 3 with random weights, their workloads, and
+what the hardware allows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,20 @@ MODELS = {
         "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
+    "qwen2.5-0.5b": {
+        **qwen3(896, 24, 14, 4864, True), "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 32768,
+    },
+    "gemma3-1b": {
+        **qwen3(1152, 26, 4, 6912, True), "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+        "num_key_value_heads": 1, "head_dim": 256, "query_pre_attn_scalar": 256, "vocab_size": 262144,
+        "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768, "rope_local_base_freq": 10000.0,
+        "sliding_window": 512, "sliding_window_pattern": 6,
+    },
 }  # fmt: skip
+"""The last two have widths that are multiples of 128 and of no larger power of two, and heads of other sizes."""
+USUAL = ("0.6b", "8b", "14b", "30b-a3b")
+"""What is measured if no model is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +77,8 @@ class Case:
 
 
 CASES = {
-    "a": Case("a", "output tok/s", 256, 16384, ("0.6b", "1.7b", "4b", "8b", "14b", "30b-a3b")),
-    "b": Case("b", "ms/token", 1, 2048, ("0.6b", "1.7b", "4b", "8b", "14b", "30b-a3b")),
+    "a": Case("a", "output tok/s", 256, 16384, tuple(MODELS)),
+    "b": Case("b", "ms/token", 1, 2048, tuple(MODELS)),
     "c": Case("c", "output tok/s", 32, 16384, ("0.6b", "8b", "30b-a3b")),
     "d": Case("d", "prompt tok/s", 16, 16384, ("0.6b", "8b", "30b-a3b")),
 }
@@ -129,10 +142,23 @@ class Limits:
     head_flops: int
     attention_flops: int
     """Of one query over one key, all layers."""
+    window: int = 0
+    """Keys that layers with a sliding window read at most."""
+    windowed: float = 0.0
+    """Share of the layers that have one."""
     expert_bytes: int = 0
     """Of one expert in each layer."""
     experts: int = 0
     chosen: int = 0
+
+    def keys(self, tokens: int) -> float:
+        """That a query reads which so many tokens end with, on average over all layers."""
+        return tokens - self.windowed * max(0, tokens - self.window)
+
+    def scores(self, tokens: int) -> float:
+        """Of a prompt: what all its queries read together, about."""
+        outside = max(0, tokens - self.window)
+        return (tokens * tokens - self.windowed * outside * outside) / 2
 
     def read_bytes(self, rows: int) -> float:
         """Of all weights that a step of so many rows reads."""
@@ -165,10 +191,20 @@ def limits_of(config: dict[str, Any], element: int = 2, quantization: str | None
         (1 if quantization in ("fp8", "int8") else 2) * layers * (attention + mlp + chosen * one),
         2 * head,
         4 * layers * q,
+        config.get("sliding_window") or 0,
+        _windowed(config),
         layers * one * element,
         experts,
         chosen,
     )
+
+
+def _windowed(config: dict[str, Any]) -> float:
+    """Share of the layers with a sliding window: all but every sixth of Gemma 3's, from the sixth on."""
+    if not config.get("sliding_window"):
+        return 0.0
+    layers = config["num_hidden_layers"]
+    return 1 - layers // config["sliding_window_pattern"] / layers
 
 
 def least_seconds(
@@ -178,12 +214,13 @@ def least_seconds(
     limits = limits_of(config, element, quantization)
     prompts = [len(r.prompt_token_ids) for r in requests]
     outs = [r.params.max_tokens or 1 for r in requests]
-    work = sum(n * limits.flops + limits.head_flops + limits.attention_flops * n * n // 2 for n in prompts)
+    work = sum(n * limits.flops + limits.head_flops + limits.attention_flops * limits.scores(n) for n in prompts)
     total = work / FLOPS
     for step in range(1, max(outs)):
         alive = [n + step for n, out in zip(prompts, outs, strict=True) if out > step]
-        moved = limits.read_bytes(len(alive)) + limits.kv_bytes * sum(alive)
-        done = len(alive) * (limits.flops + limits.head_flops) + limits.attention_flops * sum(alive)
+        keys = sum(map(limits.keys, alive))
+        moved = limits.read_bytes(len(alive)) + limits.kv_bytes * keys
+        done = len(alive) * (limits.flops + limits.head_flops) + limits.attention_flops * keys
         total += max(moved / READ_BANDWIDTH, done / FLOPS)
     return total
 
@@ -225,15 +262,15 @@ def least_by_kind(
     prompts = [len(r.prompt_token_ids) for r in requests]
     outs = [r.params.max_tokens or 1 for r in requests]
     gemms = sum(n * limits.flops + limits.head_flops for n in prompts) / FLOPS
-    keys, bound = 0, 0.0
+    keys, bound = 0.0, 0.0
     for step in range(1, max(outs)):
         alive = [n + step for n, out in zip(prompts, outs, strict=True) if out > step]
         read = limits.read_bytes(len(alive)) / READ_BANDWIDTH
         done = len(alive) * (limits.flops + limits.head_flops) / FLOPS
         bound += read if read > done else 0.0
         gemms += max(read, done)
-        keys += sum(alive)
-    inside = sum(limits.attention_flops * n * n // 2 for n in prompts)
+        keys += sum(map(limits.keys, alive))
+    inside = sum(limits.attention_flops * limits.scores(n) for n in prompts)
     return {
         GEMM: (gemms, "bandwidth" if bound > gemms / 2 else "FLOPs"),
         DECODE: (keys * limits.kv_bytes / READ_BANDWIDTH, "bandwidth"),

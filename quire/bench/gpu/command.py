@@ -26,6 +26,7 @@ from quire.bench.gpu.cases import (
     MAX_MODEL_LEN,
     MODELS,
     RIVALS,
+    USUAL,
     kind_of,
     least_by_kind,
     least_seconds,
@@ -72,8 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [*CASES, "e", "start"]
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=names,
                         help="which (default: a b c d); e runs on 8b, or on the one model that --models names")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS,
-                        help="default: all three; 14b takes part in a and b, in others if --cases asks for them")
+    parser.add_argument("--models", nargs="+", default=list(USUAL), choices=MODELS, metavar="NAME",
+                        help=f"some of {', '.join(MODELS)} (default: {' '.join(USUAL)}); all take part in a and b, "
+                        "0.6b, 8b and 30b-a3b in c and d, others if --cases asks for them")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of a case; the median counts (default: 3)")
     parser.add_argument("--json", action="store_true",
                         help="JSON lines: the machine, each model's build, then per case its figure and its profile")

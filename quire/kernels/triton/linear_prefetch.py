@@ -12,7 +12,8 @@ run then. The reference is `linear_few.linear_reference`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -41,6 +42,8 @@ FEATURES, SLAB = 64, 128
 swizzles."""
 _KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float8_e4m3fn: "float8e4nv"}
 LEAST_BOX = 8
+_LEAST_STAGES = 3
+"""Of a ring whose turns were changed: one that is read, one that has arrived, one on its way."""
 _PARTIALS, _TILES = 9 << 20, 4096
 """Scratch for parts of tiles (two of 128 x 256 for each of 132 multiprocessors), and how many tiles may have parts."""
 WARPS, _LOADING = 4, 24
@@ -66,6 +69,18 @@ class PrefetchShape:
 
     def groups(self, features: int) -> int:
         return triton.cdiv(features, self.tiles * FEATURES)
+
+    def in_turns_of(self, width: int, dtype: torch.dtype) -> PrefetchShape:
+        """A ring of at most this size whose turns fill the rows of a weight so wide, as near to these turns as can be:
+        4 slabs of 64 columns fill no row of 896, 1,152 or 640 columns, but 2, 3 and 5 do. Itself where there is none.
+        """
+        slabs, rest = divmod(width, columns(dtype))
+        ring = self.stages * self.slabs
+        able = [count for count in range(1, ring // _LEAST_STAGES + 1) if slabs % count == 0]
+        if rest or slabs % self.slabs == 0 or not able:
+            return self
+        nearest = min(able, key=lambda count: abs(math.log2(count / self.slabs)))
+        return replace(self, slabs=nearest, stages=ring // nearest)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from quire.bench.gpu.cases import (
     shares,
 )
 from quire.bench.gpu.engine import Run
+from quire.models.registry import read_spec
 from quire.worker.gpu.options import DeviceOptions
 
 
@@ -67,6 +70,21 @@ def test_deterministic_runs_prefetch_unless_told_not_to() -> None:
         args = parser.parse_args(["--deterministic", *given])
         assert gpu._options(args, 8, 64).fixed_prefetch is wanted
     assert DeviceOptions().fixed_prefetch
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_limits_count_the_weights_and_the_windows_that_the_engine_has(model: str) -> None:
+    config = MODELS[model]
+    limits, spec = limits_of(config), read_spec(config)
+    matrices = sum(math.prod(shape) for shape in spec.parameters().values() if len(shape) > 1)
+    if not config["tie_word_embeddings"]:
+        matrices -= spec.vocab_size * spec.hidden_size
+    assert limits.read_bytes(0) + limits.experts * limits.expert_bytes == pytest.approx(2 * matrices, rel=1e-6)
+    windows = [layer.attention.window for layer in spec.layers]
+    for tokens in (100, 512, 1000):
+        assert limits.keys(tokens) == pytest.approx(statistics.mean(min(w or tokens, tokens) for w in windows))
+        exact = statistics.mean(sum(min(w or n, n) for n in range(1, tokens + 1)) for w in windows)
+        assert limits.scores(tokens) == pytest.approx(exact, rel=0.02)
 
 
 def test_experts_are_read_as_often_as_rows_choose_them() -> None:

@@ -149,6 +149,8 @@ def prefetch(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
         ("prefetch tiles", 64, (3, 3, 2, 0), False, False),
         ("prefetch shared", 48, (1, 6, 2, 1), False, True),
         ("prefetch many", 112, (3, 4, 1, 0), True, False),
+        ("prefetch thirds", 24, (1, 6, 3, 1), True, False),
+        ("prefetch fifths", 16, (1, 4, 5, 0), False, False),
     ):
         given = torch.empty(rows, width, dtype=dtype), weight, bias if biased else None
         residual = torch.empty(rows, features, dtype=dtype) if more else None

@@ -208,7 +208,7 @@ def test_codes_in_tiles_are_multiplied_without_a_stop(compiled: dict[str, Any], 
     assert shape.shared(128) <= kernel["shared"] <= shape.shared(128) + 1024
 
 
-PREFETCH = {"few": (4, 4), "tiles": (6, 2), "shared": (2, 6), "many": (3, 7)}
+PREFETCH = {"few": (4, 4), "tiles": (6, 2), "shared": (2, 6), "many": (3, 7), "thirds": (3, 9), "fifths": (5, 5)}
 """Copies of a turn: of weights (a tile of a slab each) and of rows (a box of a slab each)."""
 
 

@@ -20,8 +20,8 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from triton.experimental.gluon._runtime import GluonJITFunction
 
+from quire.kernels.triton import gemm_table, prefetch_kernel
 from quire.kernels.triton import linear_prefetch as host
-from quire.kernels.triton import prefetch_kernel
 from quire.kernels.triton.linear_prefetch import FEATURES, PrefetchScratch, PrefetchShape, fits, linear_prefetch, padded
 from tests.kernels.triton.gluon_interpreter import Run, interpreting
 from tests.kernels.triton.gluon_memory import ProtocolError
@@ -195,6 +195,51 @@ def test_the_ring_is_full_of_weights_before_the_previous_kernel_has_ended(seed: 
     early = Counter((copy.program, copy.name) for copy in runs[0].copies if copy.early)
     assert early == {(program, "weight"): 8 for program in range(6)}
     assert not any(copy.early for copy in runs[1].copies)
+
+
+_NARROW = {
+    "qwen2.5-0.5b": ((1152, 896), (896, 896), (9728, 896), (896, 4864)),
+    "gemma3-1b": ((1536, 1152), (1152, 1024), (13824, 1152), (1152, 6912)),
+    "gemma3-270m": ((1536, 640), (640, 1024), (4096, 640), (640, 2048)),
+    "smollm2": ((960, 576), (576, 576), (3072, 576), (576, 1536)),
+}
+
+
+@pytest.mark.parametrize("form", ["plain", "fp8 plain"])
+@pytest.mark.parametrize("model", _NARROW)
+def test_widths_that_no_timed_weight_has_get_the_kernel_that_the_table_names(
+    model: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "multiprocessors", lambda device: 132)
+    dtype, places = torch.bfloat16 if form == "plain" else torch.float8_e4m3fn, PrefetchScratch.allocate("cpu")
+    found = 0
+    for features, width in _NARROW[model]:
+        weight = torch.empty(features, width, dtype=dtype)
+        for rows in (8, 16, 32, 48, 64, 96, 128):
+            choice = gemm_table.lookup(rows, features, width, torch.bfloat16, form)
+            if choice.kernel == "prefetch" and width % host.columns(dtype) == 0:
+                sizes = PrefetchShape(*choice.sizes).in_turns_of(width, dtype)
+                assert fits(torch.empty(rows, width, dtype=dtype), weight, sizes, places), (features, width, rows)
+                found += 1
+    assert found >= 5
+
+
+def test_turns_change_only_where_they_do_not_fill_a_row() -> None:
+    wanted = PrefetchShape(1, 5, 4, 1)
+    for width, slabs, stages in (
+        (4096, 4, 5), (896, 2, 10), (1152, 3, 6), (640, 5, 4), (576, 3, 6), (64, 1, 20), (960, 5, 4),
+    ):  # fmt: skip
+        assert wanted.in_turns_of(width, torch.bfloat16) == PrefetchShape(1, stages, slabs, 1)
+    assert wanted.in_turns_of(1152, torch.float8_e4m3fn) == PrefetchShape(1, 6, 3, 1)
+    assert wanted.in_turns_of(100, torch.bfloat16) == wanted  # no whole slabs: `fits` says no
+    assert wanted.in_turns_of(64 * 23, torch.bfloat16) == PrefetchShape(1, 20, 1, 1)
+    two = PrefetchShape(1, 2, 4)  # a ring of two turns that do fill a row stays what it is
+    assert two.in_turns_of(1024, torch.bfloat16) == two
+
+
+@pytest.mark.parametrize(("rows", "width"), [(8, 896), (24, 1152), (16, 640), (5, 576)])
+def test_rings_in_other_turns_add_up_to_the_gemm(rows: int, width: int) -> None:
+    check(rows, 200, width, PrefetchShape(1, 5, 4, 1).in_turns_of(width, torch.bfloat16), 3)
 
 
 @pytest.mark.parametrize(("features", "width"), [(64, 256), (1024, 256), (4096, 4096)])
