@@ -71,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of all answers but those to free texts, which are drawn at 0.9 (default: 0)")
     parser.add_argument("--config", type=json_object, metavar="JSON", help="one speculative_config instead")
     parser.add_argument("--max-tokens", type=int, default=160, metavar="N", help="of each answer (default: 160)")
-    parser.add_argument("--repeat", type=int, default=2, metavar="N", help="turns on each prompt (default: 2)")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N",
+                        help="turns on each prompt, of which the median counts (default: 3)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], metavar="N", help="streams at once (default: 1)")
     parser.add_argument("--shapes", choices=["tiny", *MODELS], metavar="NAME",
                         help=f"random weights of Qwen3 shapes instead of a model: tiny, {', '.join(MODELS)}")
