@@ -356,7 +356,8 @@ class DeviceFormats:
     def _prefetch(
         self, choice: gemm_table.GemmChoice, x: CodedRows, w: BytesLinear, residual: Tensor | None, out: Tensor | None
     ) -> Tensor | None:
-        sizes = linear_prefetch.PrefetchShape(*choice.sizes).in_turns_of(w.in_features, x.codes.dtype)
+        sizes = linear_prefetch.PrefetchShape(*choice.sizes).in_turns_of(
+            w.in_features // linear_prefetch.columns(x.codes.dtype))
         if self._scratch is None or not linear_prefetch.is_common(x.shape[0]):
             return None
         if not linear_prefetch.fits(x.codes, w.weight, sizes, self._scratch):

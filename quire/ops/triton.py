@@ -260,7 +260,8 @@ class TritonOps(Ops):
     ) -> Tensor | None:
         """None if that kernel should not run: it needs Hopper and a Triton version that we know, and a number of rows
         that graphs have too, since any other number would compile another kernel in the middle of a step."""
-        sizes = linear_prefetch.PrefetchShape(*choice.sizes).in_turns_of(w.in_features, x.dtype)
+        sizes = linear_prefetch.PrefetchShape(*choice.sizes).in_turns_of(
+            w.in_features // linear_prefetch.columns(x.dtype))
         if self._parts is None or not linear_prefetch.is_common(x.shape[0]):
             return None
         if not linear_prefetch.fits(x, w.weight, sizes, self._parts):

@@ -6,6 +6,7 @@ runs. Kernels are compiled beforehand by one process per weight.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -35,8 +36,8 @@ _KEPT = ("rows", "features", "width", "form", "kernel", "sizes", "TB/s", "us")
 def rings_of(features: int, width: int, rows: int, element: int = 2) -> Iterator[tuple[int, ...]]:
     """What `PrefetchShape` may be: a program for each group of tiles, or equal shares of all tiles. Few, so that GEMMs
     share compiled kernels: how many slabs a turn should have was measured (8 rows of 6,144 x 4,096: 15.8 us with 4
-    slabs, 16.9 with 2; 64 rows: 18.0 and 17.5)."""
-    from quire.kernels.triton.linear_prefetch import FEATURES, MOST_SUMS, SLAB, padded
+    slabs, 16.9 with 2; 64 rows: 18.0 and 17.5). Widths that these do not fill have the nearest that do."""
+    from quire.kernels.triton.linear_prefetch import FEATURES, MOST_SUMS, SLAB, PrefetchShape, padded
 
     tiles = math.ceil(features / FEATURES)
     group = math.ceil(tiles / _MULTIPROCESSORS)
@@ -46,8 +47,10 @@ def rings_of(features: int, width: int, rows: int, element: int = 2) -> Iterator
         slabs = max(count for count in (1, 2, 4) if count == 1 or count * slab <= most)
         stages = min(_MOST_STAGES, _SHARED // (slab * slabs))
         few = programs == 0 and math.ceil(tiles / held) < _LEAST_GROUPS
-        if not few and held * padded(rows) <= MOST_SUMS and stages >= 3 and width * element % (slabs * SLAB) == 0:
-            yield held, stages, slabs, programs
+        if not few and held * padded(rows) <= MOST_SUMS and stages >= 3:
+            ring = PrefetchShape(held, stages, slabs, programs).in_turns_of(width * element // SLAB)
+            if width * element % (ring.slabs * SLAB) == 0:
+                yield dataclasses.astuple(ring)
 
 
 def streams_of(form: str, features: int, width: int) -> Iterator[tuple[int, ...]]:

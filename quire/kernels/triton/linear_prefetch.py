@@ -70,14 +70,12 @@ class PrefetchShape:
     def groups(self, features: int) -> int:
         return triton.cdiv(features, self.tiles * FEATURES)
 
-    def in_turns_of(self, width: int, dtype: torch.dtype) -> PrefetchShape:
-        """A ring of at most this size whose turns fill the rows of a weight so wide, as near to these turns as can be:
-        4 slabs of 64 columns fill no row of 896, 1,152 or 640 columns, but 2, 3 and 5 do. Itself where there is none.
-        """
-        slabs, rest = divmod(width, columns(dtype))
+    def in_turns_of(self, slabs: int) -> PrefetchShape:
+        """A ring of at most this size whose turns fill rows of so many slabs, as near to these turns as can be: 4 slabs
+        of 64 columns fill no row of 896, 1,152 or 640 columns, but 2, 3 and 5 do."""
         ring = self.stages * self.slabs
         able = [count for count in range(1, ring // _LEAST_STAGES + 1) if slabs % count == 0]
-        if rest or slabs % self.slabs == 0 or not able:
+        if slabs % self.slabs == 0 or not able:
             return self
         nearest = min(able, key=lambda count: abs(math.log2(count / self.slabs)))
         return replace(self, slabs=nearest, stages=ring // nearest)

@@ -218,7 +218,7 @@ def test_widths_that_no_timed_weight_has_get_the_kernel_that_the_table_names(
         for rows in (8, 16, 32, 48, 64, 96, 128):
             choice = gemm_table.lookup(rows, features, width, torch.bfloat16, form)
             if choice.kernel == "prefetch" and width % host.columns(dtype) == 0:
-                sizes = PrefetchShape(*choice.sizes).in_turns_of(width, dtype)
+                sizes = PrefetchShape(*choice.sizes).in_turns_of(width // host.columns(dtype))
                 assert fits(torch.empty(rows, width, dtype=dtype), weight, sizes, places), (features, width, rows)
                 found += 1
     assert found >= 5
@@ -229,17 +229,15 @@ def test_turns_change_only_where_they_do_not_fill_a_row() -> None:
     for width, slabs, stages in (
         (4096, 4, 5), (896, 2, 10), (1152, 3, 6), (640, 5, 4), (576, 3, 6), (64, 1, 20), (960, 5, 4),
     ):  # fmt: skip
-        assert wanted.in_turns_of(width, torch.bfloat16) == PrefetchShape(1, stages, slabs, 1)
-    assert wanted.in_turns_of(1152, torch.float8_e4m3fn) == PrefetchShape(1, 6, 3, 1)
-    assert wanted.in_turns_of(100, torch.bfloat16) == wanted  # no whole slabs: `fits` says no
-    assert wanted.in_turns_of(64 * 23, torch.bfloat16) == PrefetchShape(1, 20, 1, 1)
+        assert wanted.in_turns_of(width // 64) == PrefetchShape(1, stages, slabs, 1)
+    assert wanted.in_turns_of(23) == PrefetchShape(1, 20, 1, 1)
     two = PrefetchShape(1, 2, 4)  # a ring of two turns that do fill a row stays what it is
-    assert two.in_turns_of(1024, torch.bfloat16) == two
+    assert two.in_turns_of(16) == two
 
 
 @pytest.mark.parametrize(("rows", "width"), [(8, 896), (24, 1152), (16, 640), (5, 576)])
 def test_rings_in_other_turns_add_up_to_the_gemm(rows: int, width: int) -> None:
-    check(rows, 200, width, PrefetchShape(1, 5, 4, 1).in_turns_of(width, torch.bfloat16), 3)
+    check(rows, 200, width, PrefetchShape(1, 5, 4, 1).in_turns_of(width // 64), 3)
 
 
 @pytest.mark.parametrize(("features", "width"), [(64, 256), (1024, 256), (4096, 4096)])
