@@ -49,6 +49,8 @@ _FIXED_HOPPER = MixedShape(64, hopper_prefill.PREFILL.keys, 4, 2)
 """The same where `hopper_prefill` may compute a row: as many keys at a time."""
 _FIXED_FLOAT32 = MixedShape(32, 32, 4, 2)
 _TWO_BYTES = 2
+_TIMED_KV_HEADS = 8
+"""Fewer of them leave programs for pieces of sequences, which other sizes were timed for."""
 _WIDE = MixedShape(128, 64, 4, 3)
 """H200, 2026-11-15, prompts of 4,096: 401 to 413 TFLOP/s, with 8 warps 318, 64 rows 349."""
 _LARGE_HEADS = MixedShape(64, 32, 4, 2)
@@ -403,12 +405,12 @@ class TritonAttention:
             return False
         return hopper_prefill.fits(self.device, self._dtype, shape.evened, block_size, hopper_prefill.DECODE)
 
-    def has_short(self, shapes: Collection[HeadShape | LatentShape], block_size: int, hidden: int) -> bool:
-        """Whether short decode steps of a model with such heads in all layers and hidden states of such a width have a
-        kernel of their own."""
+    def has_short(self, shapes: Collection[HeadShape], block_size: int, hidden: int) -> bool:
+        """Whether short decode steps of a model with such heads in its layers and hidden states of such a width have a
+        kernel of their own. The whole model's heads, so that all ranks capture the same steps."""
         narrow = hidden <= attention_cluster.WIDEST_MODEL and self._same_type and not self.deterministic
         return narrow and loading.is_for(self.device, self._dtype) and all(
-            isinstance(shape, HeadShape) and shape.num_kv_heads <= attention_cluster.MOST_KV_HEADS
+            shape.num_kv_heads <= attention_cluster.MOST_KV_HEADS
             and attention_cluster.knows(self._dtype, shape, block_size) for shape in shapes)
 
     def turns(
@@ -451,7 +453,8 @@ class TritonAttention:
             few_decode_attention(
                 qkv, cache, *batch, turn, window=options["window"], out=options["out"], drafts=ctx.drafted, pdl=pdl)
             return
-        timed = cache.k.element_size() == _TWO_BYTES and ctx.detours is None
+        timed = (cache.k.element_size() == _TWO_BYTES and ctx.detours is None and options["window"] is None
+                 and shape.num_kv_heads >= _TIMED_KV_HEADS)
         sizes = decode_shape(count, shape.head_dim, qkv.element_size(), self.shared_memory, long, timed)
         options = {
             **options, "keys": sizes.keys, "num_warps": sizes.warps, "num_stages": sizes.stages,

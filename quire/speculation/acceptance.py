@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _FORGET = 0.98
 """Factor on the weight of all earlier trials of a class at each new one: about the last 50 count."""
@@ -140,7 +140,7 @@ class Trust:
     """What became of tokens that looked likely enough to be drafted, as a share of what was expected of them.
 
     Whoever chooses the likeliest drafts chooses those whose odds are too high. Sequences of one text come true or not
-    together, so a step counts as one trial, however many sequences it has.
+    together, so a step counts as one sequence, however many it has.
     """
 
     __slots__ = ("_expected", "_hits", "_of_step")
@@ -148,19 +148,21 @@ class Trust:
     def __init__(self) -> None:
         self._hits = self._expected = _TRUSTED
         self._of_step = [0.0, 0.0, 0.0]
-        """Hits, expected hits and tokens of the step that is looked at."""
+        """Hits, expected hits and sequences of the step that is looked at."""
 
-    def add(self, expected: float, hit: bool) -> None:
+    def add(self, judged: Sequence[tuple[float, bool]]) -> None:
+        """Tokens of one sequence in a step: how likely each looked, and whether it came true. They count together,
+        since a step ends with the first that did not: their mean would say less of them than was expected."""
         step = self._of_step
-        step[0] += hit
-        step[1] += expected
-        step[2] += 1.0
+        step[0] += sum(hit for _, hit in judged)
+        step[1] += sum(expected for expected, _ in judged)
+        step[2] += bool(judged)
 
     def next_step(self) -> None:
-        hits, expected, tokens = self._of_step
-        if tokens:
-            self._hits = _FORGET_STEP * self._hits + (1.0 - _FORGET_STEP) * _TRUSTED + hits / tokens
-            self._expected = _FORGET_STEP * self._expected + (1.0 - _FORGET_STEP) * _TRUSTED + expected / tokens
+        hits, expected, count = self._of_step
+        if count:
+            self._hits = _FORGET_STEP * self._hits + (1.0 - _FORGET_STEP) * _TRUSTED + hits / count
+            self._expected = _FORGET_STEP * self._expected + (1.0 - _FORGET_STEP) * _TRUSTED + expected / count
             self._of_step = [0.0, 0.0, 0.0]
 
     @property

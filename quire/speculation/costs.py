@@ -115,11 +115,13 @@ class StepCosts:
         return self._factor * (shape[low] + share * max(0.0, shape[high] - shape[low]))
 
     def _slope(self) -> float:
-        """Cost of one more token beyond the largest measured size."""
-        first, last = self._sizes[0], self._sizes[-1]
-        if first == last:
+        """Cost of one more token beyond the largest measured size: the mean from half of that size on, or from the
+        smallest if that is more. A few tokens may cost next to nothing where many cost their full share."""
+        last, half = self._sizes[-1], self._sizes[bisect_right(self._sizes, self._sizes[-1] // 2) - 1]
+        earlier = {size for size in (self._sizes[0], half) if size < last}
+        if not earlier:
             return self._shape[last] / last
-        return max(0.0, self._shape[last] - self._shape[first]) / (last - first)
+        return max(0.0, *((self._shape[last] - self._shape[size]) / (last - size) for size in earlier))
 
 
 def _rounded(size: int) -> int:

@@ -33,9 +33,11 @@ _LEAST_GAIN = 1.03
 _LEAST_GAIN_OF_SEVERAL = 1.08
 """The same for several sequences. Steps of a size that is rare cost more, and sequences no longer end together."""
 _SAME_FOR = 16
-"""Steps of one batch size for which the least useful chance is kept."""
+"""Steps for which the least useful chances are kept."""
 _LEAST_CHANCE = 0.02
 """Least probability of a tree's node: less likely candidates are not considered."""
+_LEARNING = 4
+"""Of the sequences without drafts about so many are learned from in a step: all of a large batch take 2% of it."""
 _LIKELY = 0.4, 0.8
 """Tokens that were as likely as a useful draft say how far odds can be trusted; the least and the highest such bar."""
 _SURE = 0.97
@@ -261,8 +263,11 @@ class LookupSpeculator(Speculator):
         self._followed: dict[Sequence, _Followed] = {}
         self._reading: dict[Sequence, Proposer] = {}
         """Proposers that may have queued tokens."""
-        self._least_chance = (0, 0, 0.0, 0)
-        """Sequences, room for drafts, the least useful chance, steps for which it still holds."""
+        self._least_chances: dict[tuple[int, int], float] = {}
+        """The least useful chance by sequences and room for drafts, in the last few steps."""
+        self._steps = 0
+        self._bar = 0.0
+        """The one that was asked for last."""
 
     def _follow(self, seq: Sequence) -> _Followed:
         found = self._followed.get(seq)
@@ -280,7 +285,7 @@ class LookupSpeculator(Speculator):
     @property
     def _hopeless(self) -> bool:
         """Whether hardly any drafts could pay, as in large batches on a CPU, where the cost of lookups would show."""
-        return self._least_chance[2] > _SURE
+        return self._bar > _SURE
 
     def submitted(self, planned: list[Planned], single: bool = False) -> bool:
         super().submitted(planned, single)
@@ -290,6 +295,9 @@ class LookupSpeculator(Speculator):
     def read(self, planned: list[Planned]) -> None:
         """A step begins: add queued tokens, a few in every step, beginning with the step that begins a prompt."""
         self._trust.next_step()
+        self._steps += 1
+        if self._steps % _SAME_FOR == 0:
+            self._least_chances.clear()
         for seq, entry, _ in planned:
             if entry.start < seq.num_prompt_tokens and seq.request.beams is None:
                 self._follow(seq)
@@ -342,11 +350,12 @@ class LookupSpeculator(Speculator):
 
     def _least_useful(self, num_decoding: int, room: int) -> float:
         """The least chance at which any number of drafts, all as likely, would pay."""
-        of, most, least, steps = self._least_chance
-        if of != num_decoding or most != room or not steps:
+        least = self._least_chances.get((num_decoding, room))
+        if least is None:
             drafts = min(room, num_decoding * self.most_drafts)
-            least, steps = self.times.least_chance(num_decoding, drafts, _least_gain(num_decoding)), _SAME_FOR
-        self._least_chance = num_decoding, room, least, steps - 1
+            least = self.times.least_chance(num_decoding, drafts, _least_gain(num_decoding))
+            self._least_chances[num_decoding, room] = least
+        self._bar = least
         return least
 
     def _first_chance(self, seq: Sequence) -> float:
@@ -388,7 +397,7 @@ class LookupSpeculator(Speculator):
         return not self.adaptive or self._first_chance(seq) >= _WAIT_CHANCE
 
     def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
-        """Compare every token with what a lookup would have proposed there, whether that was used or not."""
+        """Compare tokens with what a lookup would have proposed there, whether that was used or not."""
         followed = self._followed.get(seq)
         if followed is None:
             return
@@ -397,14 +406,20 @@ class LookupSpeculator(Speculator):
             return
         if followed.late:
             followed = self._follow(seq)
-        good_enough = min(max(self._least_chance[2], _LIKELY[0]), _LIKELY[1])
+        every = len(self._followed) // _LEARNING
+        if not entry.num_drafts and every > 1 and (self._steps + seq.row) % every:
+            followed.proposer.extend(result.tokens)
+            return
+        good_enough = min(max(self._bar, _LIKELY[0]), _LIKELY[1])
+        judged = []
         for token in result.tokens:
             for rank, (guessed, evidence) in enumerate(self._guesses(followed.proposer)):
                 expected = followed.odds[rank].estimate(evidence)
                 if not rank and expected >= good_enough:
-                    self._trust.add(expected, guessed == token)
+                    judged.append((expected, guessed == token))
                 followed.odds[rank].add(evidence, guessed == token)
             followed.proposer.extend((token,))
+        self._trust.add(judged)
 
     def _guesses(self, proposer: Proposer) -> list[tuple[int, int]]:
         """Tokens that a lookup would propose next, the likeliest first, and their evidence."""
@@ -420,3 +435,5 @@ class LookupSpeculator(Speculator):
             self._reading.pop(seq, None)
             if seq.num_output_tokens:
                 followed.proposer.finish(followed.late)
+        if not self._followed:
+            self._bar = 0.0  # of a batch that has ended

@@ -26,6 +26,24 @@ def test_steps_a_little_larger_do_not_make_large_ones_cheap(sizes: tuple[int, ..
     assert costs.estimate(max(sizes) + 3) == pytest.approx(linear(max(sizes) + 3), rel=0.1)
 
 
+@pytest.mark.parametrize(("sizes", "larger"), [((1, 2, 3, 5, 9, 16, 32, 64), 288), ((1, 32, 64), 100), ((32, 48), 96)])
+def test_steps_larger_than_any_grow_as_the_last_ones_did(sizes: tuple[int, ...], larger: int) -> None:
+    """The first tokens of a step cost next to nothing where reading the weights is all that counts."""
+    def bent(tokens: int) -> float:
+        return 0.020 * max(1.0, tokens / 24)
+
+    costs = StepCosts()
+    for size in sizes:
+        costs.observe(size, bent(size))
+    assert costs.estimate(larger) == pytest.approx(bent(larger))
+
+
+def test_a_single_size_says_what_a_token_costs() -> None:
+    costs = StepCosts()
+    costs.observe(8, 0.01)
+    assert costs.estimate(16) == pytest.approx(0.02)
+
+
 def test_where_steps_are_padded_they_count_as_the_larger_size() -> None:
     costs = StepCosts(padded=True)
     for _ in range(50):

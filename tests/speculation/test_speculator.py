@@ -425,6 +425,25 @@ def test_lookups_cost_nothing_where_no_draft_could_pay_and_miss_no_token_after_i
     assert figures["spec_draft_tokens"] > 150
 
 
+def test_the_next_request_does_not_find_lookups_at_rest_since_a_large_batch_has_ended() -> None:
+    speculator = LookupSpeculator(NgramSource(1), 4)
+    Stream([repeating(100)] * 40, lambda tokens: 0.02 * max(1.0, tokens / 8) ** 1.1, speculator).run()
+    assert not speculator._hopeless and not speculator._followed
+
+
+@pytest.mark.parametrize(("count", "share"), [(4, 1.0), (32, 0.125)])
+def test_a_large_batch_without_drafts_learns_from_some_of_its_sequences(
+    monkeypatch: pytest.MonkeyPatch, count: int, share: float
+) -> None:
+    compared: list[int] = []
+    real = LookupSpeculator._guesses
+    monkeypatch.setattr(LookupSpeculator, "_guesses", lambda self, proposer: compared.append(1) or real(self, proposer))
+    speculator = LookupSpeculator(NgramSource(1), 4)
+    Stream([free(108, seed) for seed in range(count)], lambda tokens: 0.02 + 0.001 * tokens, speculator).run()
+    tokens = speculator.stats.decode_tokens
+    assert len(compared) == pytest.approx(share * tokens, rel=0.15)
+
+
 def test_an_output_is_kept_whole_where_lookups_had_no_use() -> None:
     source = SuffixSource(1, 1000)
     proposer = source.open([1, 2, 3], 2, "a")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+
 import pytest
 
 from quire.speculation.acceptance import Trust
@@ -15,7 +18,7 @@ def after(trust: Trust, hits: list[bool], expected: float, copies: int = 1) -> f
     """The share after steps with tokens of so many copies of one text."""
     for hit in hits:
         for _ in range(copies):
-            trust.add(expected, hit)
+            trust.add([(expected, hit)])
         trust.next_step()
     return trust.share
 
@@ -35,6 +38,20 @@ def test_copies_of_one_text_count_as_one() -> None:
     assert after(Trust(), hits, 0.8, copies=16) == pytest.approx(after(Trust(), hits, 0.8))
 
 
+@pytest.mark.parametrize(("chance", "drafts"), [(0.9, 8), (0.6, 4)])
+def test_steps_that_end_with_the_first_miss_say_what_was_expected(chance: float, drafts: int) -> None:
+    """A step of eight hits is one step, and so is one miss: the mean over a step's tokens would be lower."""
+    rng, trust, shares = random.Random(1), Trust(), []
+    for _ in range(2000):
+        judged: list[tuple[float, bool]] = []
+        while len(judged) < drafts and (not judged or judged[-1][1]):
+            judged.append((chance, rng.random() < chance))
+        trust.add(judged)
+        trust.next_step()
+        shares.append(trust._hits / trust._expected)
+    assert statistics.mean(shares) == pytest.approx(1.0, abs=0.03)
+
+
 def test_it_comes_back_and_steps_that_say_nothing_change_nothing() -> None:
     trust = Trust()
     low = after(trust, [False] * 40, 0.8)
@@ -49,7 +66,7 @@ def test_reading_begins_a_step() -> None:
     """A head's speculator has lookups for rows under a grammar: it only reads and learns."""
     lookups = LookupSpeculator(NgramSource(1), 4)
     for _ in range(60):
-        lookups._trust.add(0.9, False)
+        lookups._trust.add([(0.9, False)])
         lookups.read([])
     assert lookups._trust.share < 0.2
 

@@ -232,7 +232,7 @@ GEMM, DECODE, PREFILL, OTHER = "GEMM", "decode attention", "prefill attention", 
 def kind_of(kernel: str) -> str:
     """Which of them a kernel belongs to, by its name in a profile."""
     name = kernel.lower()
-    if "_decode_kernel" in name:
+    if "_decode_kernel" in name or "cluster_decode" in name:
         return DECODE
     if "_mixed_kernel" in name or "prefill_kernel" in name or "sdpa" in name or "flash" in name:
         return PREFILL

@@ -116,16 +116,16 @@ class Bench:
     def case(self, method: Method, kind: str, batch: int) -> dict[str, Any]:
         plain = self.plain_runs(kind, batch)
         worker = self.drafting_worker(method)
-        graphs = worker._runner.graphs
+        runner = worker._runner
         runs, speculators = [], []
         for turn in range(1 + self.args.repeat):
             speculator = method.speculator(self.text, worker, self.seqs)
-            before = 0 if graphs is None else graphs.replays
+            before = runner.replays
             run = self.run(worker, speculator, kind, batch)
             if turn:
                 runs.append(run)
                 speculators.append(speculator)
-        replayed = None if graphs is None else graphs.replays - before
+        replayed = None if runner.graphs is None else runner.replays - before
         return {"batch": batch, "text": kind, **_figures(plain, runs, speculators, batch), "steps": runs[-1].steps,
                 "replayed_graphs": replayed}
 

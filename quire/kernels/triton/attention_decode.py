@@ -217,6 +217,9 @@ def attend_piece(
     """
     number, piece, pieces = task
     visible, begin, end = span
+    # Where a tile is shorter than what pieces begin at a multiple of, the first ones may hold no visible key: their
+    # maximum would be that of nothing.
+    begin = tl.maximum(begin, visible // KEYS * KEYS)
     table, k_cache, v_cache, detour = cache
     partial, summary, arrived, num_parts = scratch
     scale, softcap, kv_scales, sinks = scores_of

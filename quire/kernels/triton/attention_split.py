@@ -92,8 +92,8 @@ def decode_shape(
     sequences 40.5 with 64 (128 keys: 57, since fewer programs fit). Where a program has all keys of a sequence, 32 at
     once begin sooner: case c of Qwen3-8B and 0.6B 3,869 and 14,511 tok/s (2026-11-19; with 64 3,768 and 14,268), but
     case a, with up to 256 sequences, 9,463 and 23,742. Larger heads and float32 take what surely fits the shared
-    memory, and so does a chip that has less of it (`shared`) than the tiles on their way need. `timed`: keys are of
-    the kind that those figures are of, two bytes in rows of the block table."""
+    memory, and so does a chip that has less of it (`shared`) than the tiles on their way need. `timed`: a step
+    of the kind that those figures are of: keys of 16 bits, at least eight KV heads, no window, no draft tree."""
     careful = DecodeShape(64, stages=2, carried=False)
     if head_dim > 128 or element_size > 2:
         return careful

@@ -72,10 +72,13 @@ class PrefetchShape:
 
     def in_turns_of(self, slabs: int) -> PrefetchShape:
         """A ring of at most this size whose turns fill rows of so many slabs, as near to these turns as can be: 4 slabs
-        of 64 columns fill no row of 896, 1,152 or 640 columns, but 2, 3 and 5 do."""
+        of 64 columns fill no row of 896, 1,152 or 640 columns, but 2, 3 and 5 do. Itself where only turns of one slab
+        would, each of which costs as much as a longer one."""
+        if slabs % self.slabs == 0:
+            return self
         ring = self.stages * self.slabs
-        able = [count for count in range(1, ring // _LEAST_STAGES + 1) if slabs % count == 0]
-        if slabs % self.slabs == 0 or not able:
+        able = [count for count in range(2, ring // _LEAST_STAGES + 1) if slabs % count == 0]
+        if not able:
             return self
         nearest = min(able, key=lambda count: abs(math.log2(count / self.slabs)))
         return replace(self, slabs=nearest, stages=ring // nearest)

@@ -53,11 +53,12 @@ class StepContexts:
         self._max_model_len, self._num_rows = table.max_model_len, table.num_rows
         self._shapes = [layer.attn.shape for layer in decoder.layers]
         self._hidden = decoder.spec.hidden_size
+        attentions = [layer.attention for layer in decoder.spec.layers]
         self._alike = len(set(self._shapes)) == 1
         self._plain = all(
-            a.window is None and a.softcap is None and a.latent is None and not a.sinks
-            for a in (layer.attention for layer in decoder.spec.layers)
+            a.window is None and a.softcap is None and a.latent is None and not a.sinks for a in attentions
         )
+        self._model_heads = {HeadShape(a.num_heads, a.num_kv_heads, a.head_dim) for a in attentions if not a.latent}
         self.fuse_rope = fuse_rope and self.attention is not None and all(
             self.attention.may_turn(shape, self._block_size, self._plain) for shape in set(self._shapes))
         self._splits: dict[int, tuple] = {}
@@ -108,7 +109,7 @@ class StepContexts:
         """Those of decode steps without drafts that have a kernel for few keys."""
         if self.attention is None or not self._plain or not self.fuse_rope:
             return []
-        if not self.attention.has_short(set(self._shapes), self._block_size, self._hidden):
+        if not self.attention.has_short(self._model_heads, self._block_size, self._hidden):
             return []
         return [rung for rung in rungs if rung <= SHORT_SEQUENCES]
 
@@ -122,17 +123,17 @@ class StepContexts:
         rows: Tensor,
         positions: Tensor,
         query_start: Tensor,
-        keys: Tensor,
+        context_len: Tensor,
         slots: tuple[Tensor, ...],
         separate_rope: bool,
         caches: Sequence[LayerCache],
         detours: Tensor | None = None,
         lengths: Lengths = Lengths.MIDDLE,
     ) -> StepContext:
-        """One token of every sequence, of so many `keys` each. `separate_rope`: see `StepLaunches.decode`. `detours`:
-        of nodes of trees."""
+        """One token of every sequence, of `context_len` keys each. `separate_rope`: see `StepLaunches.decode`.
+        `detours`: of nodes of trees."""
         if self.attention is None:
-            ctx = self._on_host(positions, query_start, keys, rows, slots, caches)
+            ctx = self._on_host(positions, query_start, context_len, rows, slots, caches)
             if detours is not None:
                 # Nodes may lie behind the last position of any of them.
                 ctx.block_tables = tuple(table[rows.clamp(min=0).long()].clamp(min=0) for table in self.tables)
@@ -143,8 +144,8 @@ class StepContexts:
         rung = rows.shape[0]
         chains = separate_rope and detours is None and rung <= MOST_DRAFTED and not self.attention.deterministic
         splits = self._long_splits if lengths is Lengths.LONG else self._splits
-        ctx = DeviceContext(positions, query_start, keys, (), slots, rows=rows, tables=self.tables, num_decodes=rung,
-                            splits=splits.get(rung, ()), lengths=lengths,
+        ctx = DeviceContext(positions, query_start, context_len, (), slots, rows=rows, tables=self.tables,
+                            num_decodes=rung, splits=splits.get(rung, ()), lengths=lengths,
                             fuse_rope=self.fuse_rope and not separate_rope, drafted=self.fuse_rope and chains,
                             detours=detours)
         if self.attention.deterministic:

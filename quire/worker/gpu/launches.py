@@ -79,17 +79,17 @@ class StepLaunches:
         the step; of few rows in chains, an attention that knows of them (`DeviceContext.drafted`) does both. `rests`:
         nothing is kept for a draft head."""
         b = self.buffers
-        rows, keys = b.rows[:rung], b.lengths[:rung]
+        rows, context_len = b.rows[:rung], b.lengths[:rung]
         slots = tuple(slot[:rung] for slot in b.slots)
         ids, positions = b.ids[:rung], b.wide_positions[:rung]
-        self._gather(rows, b.positions[:rung], ids, positions, slots, keys)
+        self._gather(rows, b.positions[:rung], ids, positions, slots, context_len)
         starts = b.query_start[: rung + 1]
         ctx = self._contexts.decode(
-            rows, positions, starts, keys, slots, separate_rope, self.caches, lengths=lengths)
+            rows, positions, starts, context_len, slots, separate_rope, self.caches, lengths=lengths)
         forward = self.passes.unwatched if rests else self.passes.forward
         hidden = forward(ids, ctx, self.caches, rows, b.positions[:rung])
         if self.draws:
-            self.draw(self.passes.logits(hidden, ctx, b.logits[:rung]), rows, keys, b.ring)
+            self.draw(self.passes.logits(hidden, ctx, b.logits[:rung]), rows, context_len, b.ring)
         self.passes.settle()
         if self._advance:
             b.positions[:rung].add_(1)
@@ -102,13 +102,13 @@ class StepLaunches:
         """A decode step of rows with many keys, without drafts."""
         self.decode(rung, False, Lengths.LONG)
 
-    def decode_resting_short(self, rung: int, separate_rope: bool = False) -> None:
-        """The same of few rows with few keys, of a target whose head rests."""
-        self.decode(rung, False, Lengths.SHORT, rests=True)
-
     def decode_resting(self, rung: int, separate_rope: bool = False) -> None:
         """A decode step without drafts, of a target whose head rests."""
         self.decode(rung, False, rests=True)
+
+    def decode_resting_short(self, rung: int, separate_rope: bool = False) -> None:
+        """The same of few rows with few keys, of a target whose head rests."""
+        self.decode(rung, False, Lengths.SHORT, rests=True)
 
     def decode_last(self, wide: DecodeBuffers, rung: int, span: int) -> None:
         """Up to `span` tokens of each of `rung` sequences, every one a row of a decode step, staged in `wide`. Draws

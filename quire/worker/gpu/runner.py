@@ -147,6 +147,11 @@ class DeviceRunner:
         for kind, rungs, separate_rope in self._captured(max_num_seqs):
             self._other_graphs.get(kind, self.graphs).capture(rungs, separate_rope)
 
+    @property
+    def replays(self) -> int:
+        """Decode steps that were replayed from captured graphs, of all kinds."""
+        return sum(each.replays for each in (self.graphs, *self._other_graphs.values()) if each is not None)
+
     def _launches_of(self) -> dict[Kind, Callable[[int, bool], None]]:
         launches = self.launches
         return {Lengths.MIDDLE: launches.decode, Lengths.SHORT: launches.decode_short,

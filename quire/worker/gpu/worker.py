@@ -227,7 +227,7 @@ class GpuWorker:
             self._runner.contexts.pick_up_prompts()
             if self._runner.sampled is not None:
                 self._runner.sampled.prepare()
-            for decodes in (1, 12, 140):
+            for decodes in (1, 12, 24, 140):
                 self._warm_up(min(decodes, self._options.max_num_seqs - 1))
         self._mark("warm_up", started)
 

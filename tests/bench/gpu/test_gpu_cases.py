@@ -59,7 +59,8 @@ def test_kernels_are_told_apart_by_name() -> None:
              "cudnn_generated_fort_native_sdpa": "prefill attention", "_mixed_kernel": "prefill attention",
              "_rms_norm_kernel": "other", "prefetch_kernel": "GEMM", "_rope_decode_kernel": "decode attention",
              "_fresh_mixed_kernel": "prefill attention", "fixed_tiles_kernel": "GEMM", "_split_kernel": "other",
-             "hopper_prefill_kernel": "prefill attention", "_tree_kernel": "GEMM"}  # fmt: skip
+             "hopper_prefill_kernel": "prefill attention", "_tree_kernel": "GEMM",
+             "cluster_decode": "decode attention"}  # fmt: skip
     assert {name: kind_of(name) for name in names} == names
 
 

@@ -105,6 +105,7 @@ def test_any_number_of_sequences_has_its_share_of_pieces() -> None:
         (HeadShape(6, 2, 32), 4, [33, 129, 0, 200, 7], {"tree": True, "halves": True, "carried": True}),
         (HeadShape(5, 1, 20), 1, [90], {"softcap": 3.0, "extra": 2}),
         (HeadShape(6, 2, 32), 4, [33, 129, 300], {"window": 200, "halves": True, "carried": True}),
+        (HeadShape(6, 2, 32), 4, [300, 33, 172], {"window": 130, "keys": 32, "extra": 2}),
         (HeadShape(6, 2, 16), 16, [1, 200, 0, 77], {"sinks": True, "window": 150}),
         (HeadShape(8, 1, 32), 8, [300], {"sinks": True, "halves": True, "carried": True, "keys": 64}),
     ],
@@ -127,6 +128,7 @@ TURNED: list[tuple[HeadShape, int, list[int], dict]] = [
     (HeadShape(8, 2, 128), 16, [300], {"kv_dtype": torch.float8_e4m3fn, "kv_scale": 0.5, "extra": 1, "keys": 64}),
     (HeadShape(8, 2, 32), 16, [1, 300, 0], {"sinks": True, "norms": False, "keys": 64, "carried": True}),
     (HeadShape(8, 2, 32), 16, [90, 1, 0, 333, 32], {"extra": 1, "keys": 32, "carried": True}),
+    (HeadShape(8, 2, 32), 16, [300, 70, 172, 159], {"extra": 1, "keys": 32, "carried": True, "window": 130}),
 ]
 
 
