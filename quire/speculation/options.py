@@ -78,7 +78,7 @@ class SpeculationOptions:
     def chain_floor(self) -> float:
         if self.min_draft_probability is not None:
             return self.min_draft_probability
-        return _USUAL_FLOOR if self.adaptive and self.reads_states and self.tree is None else 0.0
+        return _USUAL_FLOOR if self.adaptive and self.reads_states else 0.0
 
     @property
     def most_drafts(self) -> int:

@@ -57,6 +57,7 @@ def test_defaults_are_exact_and_adaptive() -> None:
 def test_a_head_cuts_its_chains_where_only_what_pays_is_drafted() -> None:
     assert SpeculationOptions.parse({"method": "eagle"}).chain_floor > 0.0
     assert SpeculationOptions.parse({"method": "eagle", "adaptive": False}).chain_floor == 0.0
+    assert SpeculationOptions.parse({"method": "eagle", "tree": {"width": 2}}).chain_floor > 0.0
     assert SpeculationOptions.parse({"method": "draft_model", "model": "x"}).chain_floor == 0.0
     options = SpeculationOptions.parse({"method": "mtp", "adaptive": False, "min_draft_probability": 0.2})
     assert options.chain_floor == 0.2

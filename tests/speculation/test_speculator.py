@@ -231,6 +231,18 @@ def test_chains_of_drawn_tokens_are_as_long_as_it_pays(hits: float) -> None:
     assert gains[0] > 1.1 and gains[1] > 0.95 * gains[0]
 
 
+def test_a_model_that_may_draft_trees_cuts_its_chains_too_and_has_them_where_they_are_better() -> None:
+    def cost(tokens: int) -> float:
+        return 0.008 + 0.002 * tokens
+
+    gains = []
+    for tree in (None, TreeShape(4, 4, 12)):
+        speculator = DeviceSpeculator(4, cuts=True, tree=tree)
+        speculator.drafting.observe(1, 0.0005)
+        gains.append(speedup([free(1500)], cost, speculator, draft_cost=0.0005, draft_hits=0.5, sure=0.3, tree_hits=0.1))
+    assert gains[0] > 1.25 and gains[1] > 0.95 * gains[0]
+
+
 @pytest.mark.parametrize("hits", [0.0, 0.1])
 @pytest.mark.parametrize("count", [1, 8])
 def test_a_model_that_cuts_its_chains_and_misses_is_given_up(hits: float, count: int) -> None:
