@@ -239,7 +239,8 @@ def test_a_model_that_may_draft_trees_cuts_its_chains_too_and_has_them_where_the
     for tree in (None, TreeShape(4, 4, 12)):
         speculator = DeviceSpeculator(4, cuts=True, tree=tree)
         speculator.drafting.observe(1, 0.0005)
-        gains.append(speedup([free(1500)], cost, speculator, draft_cost=0.0005, draft_hits=0.5, sure=0.3, tree_hits=0.1))
+        text = [free(1500)]
+        gains.append(speedup(text, cost, speculator, draft_cost=0.0005, draft_hits=0.5, sure=0.3, tree_hits=0.1))
     assert gains[0] > 1.25 and gains[1] > 0.95 * gains[0]
 
 
