@@ -87,24 +87,50 @@ class PlainHead:
 
     def chain(self, tokens: Sequence[int], features: Tensor, count: int) -> tuple[list[int], list[float]]:
         """The same, and how likely each beginning of it is."""
-        text, known, found = list(tokens), torch.cat((torch.zeros(1, 48).double(), features[: len(tokens) - 1])), []
+        known, found = self._begun(tokens, features), list[int]()
         chances: list[float] = []
         for _ in range(count):
-            out = self._layer(self._embed[torch.tensor(text)], known)[-1:]
-            if self._two_streams:
-                shift = self._weights["d2t"].long()
-                guessed = torch.arange(len(shift)) + shift
-                rows = self._weights.get("lm_head.weight", self._target_head[guessed].bfloat16().double())
-                logits = (self._norm("norm", out) @ rows.T)[0]
-                token = int(guessed[int(logits.argmax())])
-            else:
-                logits = (out @ self._target_head.T)[0]
-                token = int(logits.argmax())
-            chances.append(float(logits.softmax(0).max()) * (chances[-1] if chances else 1.0))
+            likely, known = self._guesses([*tokens, *found], known, 1)
+            [(token, chance)] = likely
+            chances.append(chance * (chances[-1] if chances else 1.0))
             found.append(token)
-            text.append(token)
-            known = torch.cat((known, out))
         return found, chances
+
+    def tree(
+        self, tokens: Sequence[int], features: Tensor, width: int, depth: int, nodes: int
+    ) -> dict[tuple[int, ...], float]:
+        """The likeliest `nodes` candidates of a tree after `tokens`, by their path: of every level the likeliest few
+        (`nodes / depth`, at most `width`) get `width` children each."""
+        found: dict[tuple[int, ...], float] = {}
+        level = {(): (1.0, self._begun(tokens, features))}
+        for _ in range(depth):
+            below = {}
+            for path, (chance, known) in level.items():
+                likely, grown = self._guesses([*tokens, *path], known, width)
+                below |= {(*path, token): (chance * share, grown) for token, share in likely}
+            found |= {path: chance for path, (chance, _) in below.items()}
+            few = sorted(below, key=lambda path: -below[path][0])[: max(1, min(width, nodes // depth))]
+            level = {path: below[path] for path in few}
+        return {path: found[path] for path in sorted(found, key=lambda path: -found[path])[:nodes]}
+
+    def _begun(self, tokens: Sequence[int], features: Tensor) -> Tensor:
+        """What is read beside each token: zeros, then the features of the token before."""
+        return torch.cat((torch.zeros(1, 48).double(), features[: len(tokens) - 1]))
+
+    def _guesses(self, text: Sequence[int], known: Tensor, count: int) -> tuple[list[tuple[int, float]], Tensor]:
+        """The likeliest tokens after a text with their probabilities, and `known` for the text with one more."""
+        out = self._layer(self._embed[torch.tensor(text)], known)[-1:]
+        if self._two_streams:
+            shift = self._weights["d2t"].long()
+            guessed = torch.arange(len(shift)) + shift
+            rows = self._weights.get("lm_head.weight", self._target_head[guessed].bfloat16().double())
+            logits = (self._norm("norm", out) @ rows.T)[0]
+        else:
+            logits = (out @ self._target_head.T)[0]
+            guessed = torch.arange(len(logits))
+        best = logits.softmax(0).topk(count)
+        likely = [(int(guessed[place]), float(share)) for share, place in zip(best.values, best.indices, strict=True)]
+        return likely, torch.cat((known, out))
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * self._weights[f"{name}.weight"]

@@ -91,8 +91,8 @@ def test_a_head_that_is_stored_as_integers_computes_in_four_bits_on_a_cpu(tmp_pa
     assert "int" not in target.layers[0].attn.qkv.packed.format
 
 
-def drafts_of(llm: LLM) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Fills up while the engine runs: what was proposed after each text."""
+def drafts_of(llm: LLM, parents: bool = False) -> dict[tuple[int, ...], tuple[Any, ...]]:
+    """Fills up while the engine runs: what was proposed after each text; with `parents` tokens and their parents."""
     worker = llm._core.executor._worker  # type: ignore[attr-defined]
     drafter, table = worker._runner.drafter, worker._table
     propose, seen = drafter.propose, {}
@@ -102,10 +102,11 @@ def drafts_of(llm: LLM) -> dict[tuple[int, ...], tuple[int, ...]]:
         for entry in filled:
             if entry.drafts:
                 text = tuple(table.tokens[entry.row, : entry.start + 1].tolist())
-                before = seen.setdefault(text, entry.drafts)
+                found = (tuple(entry.drafts), tuple(entry.parents)) if parents else entry.drafts
+                before = seen.setdefault(text, found)
                 # Those that are drawn depend on whose noise it is.
                 greedy = table.sampling(entry.row).params.greedy
-                assert not greedy or before == entry.drafts, "two proposals for one text differ"
+                assert not greedy or before == found, "two proposals for one text differ"
         return filled, guesses
 
     drafter.propose = recording
@@ -160,18 +161,23 @@ def test_trees_of_a_head(target: Path, plain: Any, kind: str) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1)
     options = eagle(target / kind, tree=tree)
     with LLM(str(target), skip_tokenizer_init=True, num_threads=1, block_size=4, **options) as llm:
-        seen, moved = drafts_of(llm), moves_counted(llm)
+        seen, moved = drafts_of(llm, parents=True), moves_counted(llm)
         texts = [p + list(o.outputs[0].token_ids) for p, o in
                  zip(PROMPTS, llm.generate(PROMPTS, [greedy] * len(PROMPTS), use_tqdm=False), strict=True)]
     assert sum(moved) > (5 if kind == "eagle" else 0)
     head = PlainHead(target / kind, target)
     features = [head.features(target_states(target, text)) for text in texts]
     checked = 0
-    for text, drafts in seen.items():
+    for text, (drafts, parents) in seen.items():
         whole = next(i for i, each in enumerate(texts) if tuple(each[: len(text)]) == text)
-        assert [drafts[0]] == head.drafts(text, features[whole], 1)
-        checked += 1
-    assert checked > 60
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(drafts, parents or range(-1, len(drafts) - 1), strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        assert paths[0] == tuple(head.drafts(text, features[whole], 1))
+        if len(texts[whole]) - len(text) > tree["nodes"]:  # near the end trees are smaller
+            assert set(paths) == set(head.tree(text, features[whole], **tree))
+            checked += 1
+    assert len(seen) > 60 and checked > 30
 
 
 def test_hidden_states_come_out_of_recorded_steps(target: Path) -> None:
