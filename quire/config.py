@@ -480,8 +480,8 @@ def _check_pool(config: EngineConfig) -> None:
         raise ConfigError(f"{field} keeps prefixes, and without enable_prefix_caching there are none", field=field)
     options = config.speculation.options
     if options is not None and options.own_kv:
-        raise ConfigError(f"{field} does not keep the KV of a draft model or head: leave it out, or use a speculative method "
-                          "without a model of its own", field=field)
+        raise ConfigError(f"{field} does not keep the KV of a draft model or head: leave it out, or use a speculative "
+                          "method without a model of its own", field=field)
     if cache.kv_pool is not None:
         if cache.kv_pool.partition("://")[0] not in _POOL_SCHEMES:
             raise ConfigError(f"kv_pool must begin with {', '.join(f'{s}://' for s in _POOL_SCHEMES)}, not "

@@ -53,8 +53,8 @@ _FOLLOW_GAPS = 0.2
 """Weight of a new measurement of a gap."""
 _USUAL_ANSWER, _FOLLOW_ANSWERS = 128.0, 0.25
 """Initial estimate of an output's length in tokens, and the weight of each new output."""
-_MOST_PATIENCE = 8.0
-"""Each failed try doubles the wait for the next, up to so many times the first wait."""
+_MOST_PATIENCE, _WITH_OTHER_TEXT = 8.0, 2.0
+"""Each failed try doubles the wait for the next, up to so many times the first wait; so many when a request ends."""
 _LOOK_AGAIN = 16
 """Steps after which sequences whose texts were too long to read for a try are checked again."""
 _FIRST_STEPS = 4
@@ -587,6 +587,8 @@ class DeviceSpeculator(Speculator):
         self._holed.discard(seq)
         self._resting = []
         self._looks_away = 0
+        if self._patience > _WITH_OTHER_TEXT and not self.overlaps:
+            self._next_probe, self._patience = self._next_probe * _WITH_OTHER_TEXT / self._patience, _WITH_OTHER_TEXT
         self._usual_answer += _FOLLOW_ANSWERS * (len(seq.tokens) - seq.num_prompt_tokens - self._usual_answer)
 
 

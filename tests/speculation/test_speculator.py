@@ -260,6 +260,20 @@ def test_drafts_of_a_model_that_miss_end_soon(hits: float) -> None:
     assert speedup([free(2000)], memory_bound, speculator, draft_cost=0.010, draft_hits=hits) > 0.97
 
 
+def test_after_a_text_that_was_missed_short_answers_are_tried_again() -> None:
+    """Each failed try doubles the wait for the next, but another request is another text."""
+    speculator = DeviceSpeculator(4, cuts=True)
+    speculator.drafting.observe(1, 0.001)
+    Stream([free(3000)], memory_bound, speculator, draft_cost=0.001, draft_hits=0.0, sure=0.6).run()
+    assert speculator._patience == 2.0
+    steps = 0
+    for seed in range(12):
+        hitting = Stream([free(48, seed)], memory_bound, speculator, draft_cost=0.001, draft_hits=0.95, sure=0.6)
+        hitting.run()
+        steps += hitting.steps
+    assert steps < 0.8 * 12 * 40
+
+
 def test_a_model_whose_drafts_begin_to_hit_is_found_out() -> None:
     """While drafts do not pay, one is tried now and then, for a hundredth of the time."""
     speculator = DeviceSpeculator(5)
