@@ -339,7 +339,7 @@ class DeviceSpeculator(Speculator):
 
     def _best(self, sequences: list[Sequence], num_decoding: int, most: int, shape: TreeShape | None
               ) -> tuple[int, TreeShape | None]:
-        """How many drafts of each sequence give the most tokens per second: a chain, or a whole tree of this shape."""
+        """How many drafts of each sequence give the most tokens per second: a chain, or a tree within this shape."""
         if not self.times.known or not self.drafting.known:
             return most, shape
         gain = _LEAST_CUT_GAIN if self._all_cut and len(sequences) == 1 else _LEAST_MODEL_GAIN
@@ -355,13 +355,13 @@ class DeviceSpeculator(Speculator):
             rate = tokens / (self._seconds(num_decoding, len(sequences), count) + more)
             if rate > best_rate or (best and rate > _NEARLY * best_rate):
                 best, best_rate = count, max(rate, best_rate)
-        if shape is not None:
-            tokens = num_decoding + len(sequences) * sum(self._tree_odds.chain(shape.depth))
-            seconds = self._seconds(num_decoding, len(sequences), shape.depth, shape.nodes) + more
-            if tokens / seconds > best_rate:
-                best = shape.depth
-            else:
-                shape = None
+        shapes = [] if shape is None else [shape] if self._gpu else shape.shallower()
+        shape = None
+        for each in shapes:
+            tokens = num_decoding + len(sequences) * sum(self._tree_odds.chain(each.depth))
+            rate = tokens / (self._seconds(num_decoding, len(sequences), each.depth, each.nodes) + more)
+            if rate > best_rate:
+                best, best_rate, shape = each.depth, rate, each
         if not best:
             return 0, None
         self._patience = 1.0

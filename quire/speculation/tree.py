@@ -25,6 +25,11 @@ class TreeShape:
     nodes: int
     """Most drafts in all."""
 
+    def shallower(self) -> list[TreeShape]:
+        """Those with fewer levels, each with its share of the nodes, and this one."""
+        shapes = [TreeShape(self.width, depth, self.nodes * depth // self.depth) for depth in range(1, self.depth)]
+        return [*(shape for shape in shapes if shape.nodes > shape.depth), self]
+
 
 def parent_of(parents: Parents, node: int) -> int:
     return parents[node] if parents else node - 1

@@ -231,6 +231,23 @@ def test_chains_of_drawn_tokens_are_as_long_as_it_pays(hits: float) -> None:
     assert gains[0] > 1.1 and gains[1] > 0.95 * gains[0]
 
 
+def test_trees_of_a_model_are_as_deep_as_it_pays() -> None:
+    """A whole tree of twelve nodes costs more here than it is thought to bring, until a smaller one has shown more."""
+    def cost(tokens: int) -> float:
+        return 0.010 + 0.0012 * tokens
+
+    offered, gains = [], []
+    for hits in (0.3, 0.9):
+        speculator = DeviceSpeculator(4, tree=TreeShape(4, 4, 12))
+        speculator.drafting.observe(1, 0.0005)
+        speed = speedup([free(1500)], cost, speculator, draft_cost=0.0005, draft_hits=0.25, tree_hits=hits)
+        stats = speculator.stats
+        offered.append(sum(stats.offered) / max(1, stats.verifications))
+        gains.append(speed)
+    assert offered[0] < 2 and 4 < offered[1] < 12
+    assert gains[0] > 0.97 and gains[1] > 1.4
+
+
 def test_a_model_that_may_draft_trees_cuts_its_chains_too_and_has_them_where_they_are_better() -> None:
     def cost(tokens: int) -> float:
         return 0.008 + 0.002 * tokens
