@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from quire.speculation.acceptance import PositionOdds
 from quire.speculation.choice import DraftChoice, Drafts
 from quire.speculation.costs import StepCosts
-from quire.speculation.ngram import NgramSource
 from quire.speculation.pause import LONGEST, Pause
-from quire.speculation.speculator import Load, LookupSpeculator, Speculator, offered_by_depth
+from quire.speculation.ruled import RuledLookups
+from quire.speculation.speculator import Load, Speculator, offered_by_depth
 from quire.speculation.tree import TreeShape
 
 if TYPE_CHECKING:
@@ -139,10 +139,7 @@ class DeviceSpeculator(Speculator):
         self._pause: Pause | None = None
         self._may_pause: list[Sequence] = []
         """Decoding sequences of the step being planned, if it may begin a pause."""
-        self._lookups = None if gpu else LookupSpeculator(NgramSource(1), most, adaptive, clock)
-        """For sequences under a grammar, whose masks need the drafts. The host knows lookups, but not a model's."""
-        if self._lookups is not None:
-            self._lookups.times = self.times
+        self._ruled = RuledLookups(most, adaptive, clock, self.times)
 
     @property
     def drafts_follow(self) -> bool:
@@ -173,17 +170,17 @@ class DeviceSpeculator(Speculator):
             self._end_pause(pause)
         self._may_pause = []
         if self._rests(decoding):
-            if self._lookups is None:
+            ruled = self._under_grammars(decoding)
+            if self._gpu and not ruled:
                 self._may_pause = decoding
                 return _NOTHING
-            return DraftChoice(self._looked_up([seq for seq in decoding if not seq.num_pending], len(decoding), room))
+            return DraftChoice(self._ruled.choose(ruled, len(decoding), room))
         self._looked_at = len(decoding)
         return super().choose(decoding, room)
 
-    def _looked_up(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
-        ruled = [seq for seq in sequences if seq.request.start_grammar is not None and self._may_have_drafts(seq)]
-        return {} if self._lookups is None or not ruled or room <= 0 else self._lookups._choose(
-            ruled, num_decoding, room)
+    def _under_grammars(self, sequences: list[Sequence]) -> list[Sequence]:
+        return [seq for seq in sequences
+                if seq.request.start_grammar is not None and not seq.num_pending and self._may_have_drafts(seq)]
 
     def _rests(self, decoding: list[Sequence]) -> bool:
         """Whether drafts do not pay for these sequences, nothing was learned since, and no try is due. Then nothing is
@@ -197,7 +194,7 @@ class DeviceSpeculator(Speculator):
         return True
 
     def _choose(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
-        looked_up = self._looked_up(sequences, num_decoding, room)
+        looked_up = self._ruled.choose(self._under_grammars(sequences), num_decoding, room)
         room -= sum(drafts.count for drafts in looked_up.values())
         return looked_up | self._choose_own(sequences, num_decoding, room)
 
@@ -355,7 +352,7 @@ class DeviceSpeculator(Speculator):
             rate = tokens / (self._seconds(num_decoding, len(sequences), count) + more)
             if rate > best_rate or (best and rate > _NEARLY * best_rate):
                 best, best_rate = count, max(rate, best_rate)
-        shapes = [] if shape is None else [shape] if self._gpu else shape.shallower()
+        shapes = [] if shape is None else shape.shallower()
         shape = None
         for each in shapes:
             tokens = num_decoding + len(sequences) * sum(self._tree_odds.chain(each.depth))
@@ -445,8 +442,7 @@ class DeviceSpeculator(Speculator):
                 return pause.head_rests
             self._end_pause(pause)
         super().submitted(planned, single)
-        if self._lookups is not None:
-            self._lookups.read([one for one in planned if one[0].request.start_grammar is not None])
+        self._ruled.read(planned, single)
         if single:
             rests = self._head_rests(planned)
             if self._may_pause:
@@ -545,7 +541,7 @@ class DeviceSpeculator(Speculator):
             self.seconds_behind += 0.5 * (max(0.0, seconds - self._to_begin) / behind - self.seconds_behind)
 
     def took(self, seq: Sequence, entry: PlanEntry, result: EntryResult, accepted: int) -> None:
-        if entry.num_tokens > 1 or self._lookups is not None:
+        if entry.num_tokens > 1 or self._ruled.follows(seq):
             super().took(seq, entry, result, accepted)
         elif entry.num_tokens and entry.start >= seq.num_prompt_tokens:
             # A step without drafts is only counted. A fork's first token comes from its leader's entry.
@@ -556,8 +552,7 @@ class DeviceSpeculator(Speculator):
 
     def _learn(self, seq: Sequence, entry: PlanEntry, accepted: int, result: EntryResult) -> None:
         """Where a chain was cut, a draft that was not offered counts as a miss: what counts is what asking brings."""
-        if self._lookups is not None:
-            self._lookups._learn(seq, entry, accepted, result)  # of the sequences it follows
+        self._ruled.learn(seq, entry, accepted, result)
         if not entry.device_drafts:
             return
         if result.undraftable:
@@ -580,8 +575,7 @@ class DeviceSpeculator(Speculator):
     def forget(self, seq: Sequence) -> None:
         if self._pause is not None:
             self._end_pause(self._pause)
-        if self._lookups is not None:
-            self._lookups.forget(seq)
+        self._ruled.forget(seq)
         self._followed.pop(seq, None)
         self._seen.pop(seq, None)
         self._holed.discard(seq)

@@ -515,7 +515,6 @@ def test_nobody_waits_for_drafts_that_a_step_has_no_room_for() -> None:
 
 def test_a_full_step_with_a_grammar_row_has_no_lookups_while_a_head_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     speculator = DeviceSpeculator(4, own_kv=False)
-    assert speculator._lookups is not None
     for size in (1, 2, 4, 8):
         speculator.times.observe(size, memory_bound(size))
     request = SimpleNamespace(beams=None, start_grammar=object())

@@ -38,10 +38,11 @@ class DraftsAhead:
         """Drafts for sequences whose drafts are judged by the decode step launched last, as many for each as the one
         with the most had. All of them or none, since each part of them would take passes of its own; True if anything
         was launched."""
-        passes, first = max(drafted.counts), 0
+        drawn = [0 if i in drafted.came_with_plan else count for i, count in enumerate(drafted.counts)]
+        passes, first = max(drawn), 0
         found = []
-        for (row, position), count in zip(drafted.starts, drafted.counts, strict=True):
-            if count:
+        for (row, position), count, mine in zip(drafted.starts, drafted.counts, drawn, strict=True):
+            if mine:
                 found.append((row, position, first, count))
                 # Where all of its drafts are accepted, the last of the new ones is drawn after this many tokens.
                 if position + count + passes > self._table.room(self._group, row):

@@ -45,6 +45,8 @@ class Drafted:
     """Of every entry, where some are trees that the device has grown: how deep its tree may be; 0: it has a chain."""
     grown_parents: Tensor | None = None
     """int32, as `tokens`: of the drafts of such trees. Where there are fewer nodes the token is -1."""
+    came_with_plan: set[int] = field(default_factory=set)
+    """Entries beside those that a model drafts for, whose drafts nobody has drawn: of lookups, under a grammar."""
     refused: set[int] = field(default_factory=set)
     """Entries for which there are none and never will be: what the model reads of their text is missing."""
 
@@ -58,8 +60,11 @@ class Drafted:
 
     @classmethod
     def read(cls, entries: Sequence[PlanEntry], counts: list[int], table: DeviceTable) -> Drafted:
-        """Drafts that lie in the table, where a model has drawn them."""
-        found = cls(counts, _starts(entries), table.tokens[:0, 0])
+        """Drafts that lie in the table: a model has drawn `counts` of them, others came with the plan."""
+        known = {i for i, entry in enumerate(entries) if entry.drafts}
+        if known:
+            counts = [len(entry.drafts) or count for entry, count in zip(entries, counts, strict=True)]
+        found = cls(counts, _starts(entries), table.tokens[:0, 0], came_with_plan=known)
         chains = [(row, first, count) for (row, first), count in zip(found.starts, counts, strict=True) if count]
         if 0 < len(chains) <= _FEW:
             found.tokens = torch.cat([table.tokens[row, first : first + count] for row, first, count in chains])
@@ -79,7 +84,7 @@ class Drafted:
         deep = [entry.draft_depth > 0 for entry in entries for _ in range(entry.num_drafts)]
         missing = send(deep, torch.bool, parents.device) & (mine == NO_NODE)
         found.tokens, found.grown_parents = torch.where(missing, -1, found.tokens), mine
-        found.passes, found.refused = chains.passes, chains.refused
+        found.passes, found.refused, found.came_with_plan = chains.passes, chains.refused, chains.came_with_plan
         return found
 
     def is_tree(self, entry: int) -> bool:

@@ -45,7 +45,11 @@ def judge_drafts(logits: Tensor, judged: Sequence[JudgedEntry], drafted: Drafted
     found = []
     trees = [entry for entry in judged if drafted.is_tree(entry.index)]
     chains = [entry for entry in judged if not drafted.is_tree(entry.index)]
-    parts = [_Part(chains[at : at + _AT_ONCE], drafted, table, logits) for at in range(0, len(chains), _AT_ONCE)]
+    drawn = [entry for entry in chains if entry.index not in drafted.came_with_plan]
+    known = [entry for entry in chains if entry.index in drafted.came_with_plan]
+    parts = [kind(some[at : at + _AT_ONCE], drafted, table, logits)
+             for kind, some in ((_Part, drawn), (_KnownPart, known))
+             for at in range(0, len(some), _AT_ONCE)]
     parts += [_TreePart(trees[at : at + _TREES_AT_ONCE], drafted, table, logits)
               for at in range(0, len(trees), _TREES_AT_ONCE)]
     for part in parts:
@@ -125,6 +129,13 @@ class _Part:
             state.position = entry.rows[0].position
             states.append(state)
         return NoiseKeys.of(states, self.device)
+
+
+class _KnownPart(_Part):
+    """Entries whose drafts came with the plan: whoever looked them up was sure."""
+
+    def _proposal(self) -> Tensor | None:
+        return None
 
 
 class _TreePart(_Part):

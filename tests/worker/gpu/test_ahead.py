@@ -141,14 +141,17 @@ def test_a_row_has_room_for_as_many_tokens_as_its_own_blocks_hold() -> None:
 
 
 def test_drafts_ahead_hold_until_their_sequence_goes_on() -> None:
-    runner: Any = SimpleNamespace(draft_after=lambda *_: True, asks_more=lambda rows: False)
+    launched = []
+    runner: Any = SimpleNamespace(draft_after=lambda chains, passes: launched.append((chains.tolist(), passes)) or True,
+                                  asks_more=lambda rows: False)
     ahead = DraftsAhead(runner, SimpleNamespace(room=lambda group, row: 30), 0)  # type: ignore[arg-type]
-    judged: Any = SimpleNamespace(counts=[3, 0, 2, 3], starts=[(0, 10), (1, 5), (2, 20), (4, 24)])
+    judged: Any = SimpleNamespace(counts=[3, 0, 2, 4, 3], starts=[(0, 10), (1, 5), (2, 20), (3, 3), (4, 24)],
+                                  came_with_plan={3})
     entries = [PlanEntry(row, 25, 4, True, device_drafts=3) for row in (0, 2, 4)]
     started = RowStart(2, [1], 1, SamplingParams(), 0, 0)
 
     assert ahead.launch(judged) and not ahead.launch(
-        SimpleNamespace(counts=[3], starts=[(4, 25)]))  # type: ignore[arg-type]
+        SimpleNamespace(counts=[3], starts=[(4, 25)], came_with_plan=set()))  # type: ignore[arg-type]
     assert ahead.launch(judged)
     ahead.keep(StepPlan(1, starts=[started], entries=entries[:2]))
     assert [ahead.take(entry, start) for entry, start in zip(entries, (10, 20, 24), strict=True)] == [3, 0, 3]
@@ -160,6 +163,7 @@ def test_drafts_ahead_hold_until_their_sequence_goes_on() -> None:
     ahead.keep(StepPlan(2, entries=entries))
     assert [ahead.take(entry, start) for entry, start in zip(entries, (10, 20, 24), strict=True)] == [0, 3, 3]
     assert not any(ahead.take(entry, start) for entry, start in zip(entries, (10, 20, 24), strict=True))
+    assert launched[0] == ([[0, 10, 0, 3], [2, 20, 5, 2], [4, 24, 13, 3]], 3)
 
 
 def test_copies_wait_once_for_drafts_that_were_launched_behind_a_step() -> None:

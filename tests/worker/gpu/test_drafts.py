@@ -129,10 +129,7 @@ def test_a_grammar_holds_at_every_place_of_a_draft(method: str, verifier: str) -
     vocab, asked = QWEN3["vocab_size"], {"budget": 400, **speculation(method, 3, verifier)}
     want = test_grammars.constrained(make_engine(QWEN3, device=False), vocab)
     if verifier == "rejection":
-        # Tokens depend on the drafts then. A model drafts for sequences without a grammar alone: n-gram serves the
-        # others on a CPU, nothing does here.
-        drafted = test_grammars.constrained(make_engine(QWEN3, device=False, **asked), vocab)
-        want |= {name: one for name, one in drafted.items() if method == "ngram" or name.startswith("free")}
+        want = test_grammars.constrained(make_engine(QWEN3, device=False, **asked), vocab)  # depends on the drafts
     core = make_engine(QWEN3, device=True, **asked)
     found = test_grammars.constrained(core, vocab)
     test_grammars.assert_kept(found)
