@@ -33,8 +33,8 @@ class Odds:
         """Weight of all trials, after fading."""
         return self._tries
 
-    def estimate(self, prior: float) -> float:
-        return (self._hits + _BORROWED * prior) / (self._tries + _BORROWED)
+    def estimate(self, prior: float, borrowed: float = _BORROWED) -> float:
+        return (self._hits + borrowed * prior) / (self._tries + borrowed)
 
 
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -93,19 +93,19 @@ class EvidenceOdds:
 class PositionOdds:
     """Acceptance of a model's drafts by place in the chain, given that all drafts before were accepted."""
 
-    __slots__ = ("_all", "_better_than", "_own", "_prior")
+    __slots__ = ("_all", "_better_than", "_borrowed", "_own", "_prior")
 
     _ALTERNATIVES = 0.3
 
     def __init__(self, most: int, engine: PositionOdds | None = None, better_than: PositionOdds | None = None,
-                 prior: float = 0.6) -> None:
-        """`prior`: the estimate before any trial. `better_than`: set where several alternatives are offered at a place:
+                 prior: float = 0.6, borrowed: float = _BORROWED) -> None:
+        """`prior`: the estimate before any trial; `borrowed`: its weight. `better_than`: set where several alternatives are offered at a place:
         the odds of a single draft there. The prior is then that alternatives hit a share `_ALTERNATIVES` of its
         misses."""
         self._own = [Odds() for _ in range(most)]
         self._all = engine
         self._better_than = better_than
-        self._prior = prior
+        self._prior, self._borrowed = prior, borrowed
 
     @property
     def tries(self) -> float:
@@ -125,7 +125,7 @@ class PositionOdds:
             prior = one + self._ALTERNATIVES * (1.0 - one)
         else:
             prior = self._prior if self._all is None else self._all._estimate(place)
-        return self._own[place].estimate(prior)
+        return self._own[place].estimate(prior, self._borrowed)
 
     def chain(self, count: int) -> list[float]:
         """Probabilities that the first 1, 2, … `count` drafts are all accepted."""

@@ -63,6 +63,8 @@ within them are tried again at once."""
 _HOPELESS, _FEW = 0.85, 8
 """Gain below which a head rests, and the most sequences of a step in which storing states for it costs noticeable
 time."""
+_BORROWED_ON_CPU, _BORROWED_ON_GPU = 4.0, 6.0
+"""Weight of what is expected of a text, in trials: on a CPU a draft that fails costs more of a step."""
 _LIKELY = 0.5
 """Probability of a chain from which on a try adds one more draft."""
 
@@ -94,7 +96,8 @@ class DeviceSpeculator(Speculator):
         self._behind = 0
         self.drafting = StepCosts(grows_like=self.times, padded=gpu)
         """Seconds of one pass of the model, by number of sequences; grows like the target's steps."""
-        self._odds = PositionOdds(most)
+        self._borrowed = _BORROWED_ON_GPU if gpu else _BORROWED_ON_CPU
+        self._odds = PositionOdds(most, borrowed=self._borrowed)
         self._cuts, self._cuts_drawn = cuts, cuts_drawn
         self._all_cut = cuts
         """For the step being planned: all its chains may be cut. Those of sequences with changed logits are not."""
@@ -171,7 +174,7 @@ class DeviceSpeculator(Speculator):
         self._may_pause = []
         if self._rests(decoding):
             ruled = self._under_grammars(decoding)
-            if self._gpu and not ruled:
+            if not ruled:
                 self._may_pause = decoding
                 return _NOTHING
             return DraftChoice(self._ruled.choose(ruled, len(decoding), room))
@@ -427,7 +430,7 @@ class DeviceSpeculator(Speculator):
     def _follow(self, seq: Sequence) -> PositionOdds:
         found = self._followed.get(seq)
         if found is None:
-            found = self._followed[seq] = PositionOdds(self.most, self._odds)
+            found = self._followed[seq] = PositionOdds(self.most, self._odds, borrowed=self._borrowed)
         return found
 
     def _own_drafts(self, entry: PlanEntry) -> int:
@@ -436,9 +439,9 @@ class DeviceSpeculator(Speculator):
     def submitted(self, planned: list[Planned], single: bool = False) -> bool:
         pause = self._pause
         if pause is not None:
-            if single and self._in_flight and pause.holds(planned):
+            if single and (self._in_flight or not self.overlaps) and pause.holds(planned):
                 pause.left -= 1
-                self._in_flight.append((pause, 0.0, 0))
+                self._in_flight.append((pause, self._clock(), 0))
                 return pause.head_rests
             self._end_pause(pause)
         super().submitted(planned, single)
@@ -479,12 +482,12 @@ class DeviceSpeculator(Speculator):
             self._plain_seconds += pause.seconds
             self._since_plain, self._remind = 0, self._remind_next
 
-    def _paused_step_done(self, pause: Pause, lost: bool) -> bool:
-        before, self._last_done = self._last_done, self._clock()
+    def _paused_step_done(self, pause: Pause, began: float, lost: bool) -> bool:
+        seconds, gap = self._seconds_since(began)
         if lost or pause is not self._pause:
             return True
         pause.done += 1
-        pause.seconds += self._last_done - before
+        pause.seconds += seconds if self.overlaps else seconds + gap
         return False
 
     def _correct(self, load: Load, judged: list[int]) -> None:
@@ -581,6 +584,8 @@ class DeviceSpeculator(Speculator):
         self._holed.discard(seq)
         self._resting = []
         self._looks_away = 0
+        if not self.overlaps:
+            self._judged_for = None  # the next text is judged for itself
         if self._patience > _WITH_OTHER_TEXT and not self.overlaps:
             self._next_probe, self._patience = self._next_probe * _WITH_OTHER_TEXT / self._patience, _WITH_OTHER_TEXT
         self._usual_answer += _FOLLOW_ANSWERS * (len(seq.tokens) - seq.num_prompt_tokens - self._usual_answer)

@@ -22,6 +22,8 @@ _HABITS: dict[str, dict[str, Any]] = {EAGLE: {"num_speculative_tokens": 4}, MTP:
 """Defaults by method that differ from the fields': a head drafts well only as deep as it was trained."""
 _USUAL_FLOOR = 0.03
 """Default `min_draft_probability`. It is this low because heads underestimate their drafts."""
+_CAREFUL_FLOOR = 0.2
+"""The same for texts whose drafts have not come true."""
 _FIELD = "speculative_config"
 _TREE_WIDTH = 4
 _MOST_NODES = 64
@@ -55,7 +57,8 @@ class SpeculationOptions:
     depth num_speculative_tokens, nodes twice the depth."""
     min_draft_probability: float | None = field(default=None, metadata=_only(EAGLE, MTP))
     """A greedy chain ends where its probability, by the head's own estimate, falls below this; 0: never. Default:
-    `_USUAL_FLOOR` for adaptive chains of a head, else 0. Only on device cpu."""
+    `_USUAL_FLOOR` for adaptive chains of a head (`_CAREFUL_FLOOR` until drafts come true), else 0. Only on device
+    cpu."""
     skipped_layers: tuple[int, ...] | None = field(default=None, metadata=_only(SKIP_LAYERS))
     """Layers of the target that drafting skips; by default every second of the middle ones."""
 
@@ -79,6 +82,12 @@ class SpeculationOptions:
         if self.min_draft_probability is not None:
             return self.min_draft_probability
         return _USUAL_FLOOR if self.adaptive and self.reads_states else 0.0
+
+    @property
+    def careful_floor(self) -> float:
+        """The same for texts whose drafts have not come true (`ChainFloors`)."""
+        chosen = self.min_draft_probability is None and self.chain_floor > 0.0
+        return _CAREFUL_FLOOR if chosen else self.chain_floor
 
     @property
     def most_drafts(self) -> int:

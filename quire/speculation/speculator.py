@@ -170,22 +170,24 @@ class Speculator(ABC):
         """The oldest step has returned these results, or was lost (None). False if `took` need not be called."""
         load, began, _ = self._in_flight.popleft()
         if isinstance(load, Pause):
-            return self._paused_step_done(load, results is None)
+            return self._paused_step_done(load, began, results is None)
         if load is not None and load.asked and results is not None:
             self._correct(load, [each.num_drafts for each in results])
-        now = self._clock()
-        seconds, gap = now - max(began, self._last_done), 0.0
-        if began > self._last_done > 0.0:
-            # The host's time between two steps is part of a step that waits for the one before. A gap beyond half of
-            # the step was spent on something else.
-            gap = min(began - self._last_done, seconds / 2)
-        self._last_done = now
+        seconds, gap = self._seconds_since(began)
         if load is not None and seconds > 0.0 and results is not None:
             # Where steps overlap only drafts cause gaps, since they have to wait for results.
             self._observe(load, seconds, gap if load.drafts or not self.overlaps else 0.0)
         return True
 
-    def _paused_step_done(self, pause: Pause, lost: bool) -> bool:
+    def _seconds_since(self, began: float) -> tuple[float, float]:
+        """Of the step that ends now: its time, and the host's before it. That is part of a step that waits for the one
+        before; a gap beyond half of the step was spent on something else."""
+        now, before = self._clock(), self._last_done
+        self._last_done = now
+        seconds = now - max(began, before)
+        return seconds, min(began - before, seconds / 2) if began > before > 0.0 else 0.0
+
+    def _paused_step_done(self, pause: Pause, began: float, lost: bool) -> bool:
         """Of those speculators that pause."""
         raise NotImplementedError
 

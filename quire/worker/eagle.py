@@ -12,6 +12,7 @@ the same step, writes over them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from quire.ops.cpu_drafts import Chain, Guesses
 from quire.ops.cpu_step import CpuLayerCache
 from quire.sampling.batch import PlainDraw
 from quire.scheduler.plan import PlanEntry
+from quire.worker.chain_floors import ChainFloors
 from quire.worker.draft_models import DraftProgress
 from quire.worker.draws import rules_of
 from quire.worker.request_table import RequestTable
@@ -42,10 +44,11 @@ class EagleDrafts:
     accepts is computed again with the target's."""
 
     def __init__(self, head: DraftHead, caches: Sequence[LayerCache], table: RequestTable, group: int,
-                 num_blocks: int, num_host_blocks: int, ops: CpuOps, floor: float = 0.0) -> None:
-        """`floor`: a chain ends before the token with which its chance, by the head's own account, falls below it."""
+                 num_blocks: int, num_host_blocks: int, ops: CpuOps, floor: float = 0.0, careful: float = 0.0) -> None:
+        """`floor`: a chain ends before the token with which its chance, by the head's own account, falls below it;
+        `careful`: the same on texts that it does not understand."""
         self._head, self._ops = head, ops
-        self._chain = Chain(head.guessed, floor, table.block_size)
+        self._floors = ChainFloors(floor, careful)
         width = table.tables[group].shape[1]
         self._single = [SingleStep(max(1, count), (width,)) for count in range(_FEW + 1)]
         """By number of tokens; the first is for the passes of a chain after the first one."""
@@ -67,11 +70,19 @@ class EagleDrafts:
         progress = DraftProgress(table.tables[group], table.block_size, group, num_blocks, num_host_blocks)
         self._progress = progress
         self.copied, self.moved = progress.copied, progress.moved
-        self.written, self.restart, self.kept = progress.written, progress.restart, progress.kept
+        self.written = progress.written
 
     def watched(self, ctx: StepContext, stream: ResidualStream, captured: Mapping[str, Tensor]) -> None:
         features = self._head.features(self._head.kept(stream, captured))
         self._ops.keep_rows(features, self._kept, ctx, self._group)
+
+    def restart(self, row: int) -> None:
+        self._progress.restart(row)
+        self._floors.restart(row)
+
+    def kept(self, row: int, num_tokens: int) -> None:
+        self._progress.kept(row, num_tokens)
+        self._floors.kept(row, num_tokens)
 
     def catch_up(self, entry: PlanEntry) -> tuple[int, int]:
         self._drafting.pop(entry.row, None)
@@ -131,63 +142,51 @@ class EagleDrafts:
     # ---- chains
 
     def chains(self, passes: Sequence[PlanEntry], counts: Sequence[int], draws: Sequence[PlainDraw]) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in passes]
-        chances, rules = np.ones(len(passes), np.float32), rules_of(draws, self._head.spec.vocab_size)
-        at_once = self._single_chain(passes[0], counts[0], rules) if len(passes) == 1 else None
-        if at_once is not None:
-            self._take([0], at_once, counts, found, chances)
-            return found
-        live = self._take(range(len(passes)), self._ops.guess(self._pass(passes), self._head.guessed, rules), counts,
-                          found, chances)
-        while live:
-            steps = min(counts[i] - len(found[i]) for i in live)
-            rules = rules_of([draws[i] for i in live], self._head.spec.vocab_size, [len(found[i]) for i in live])
-            live = self._take(live, self._go_on([passes[i] for i in live], [found[i] for i in live], chances[live],
-                                                steps, rules), counts, found, chances)
-        return found
+        chains = [_Chain(one, count, self._floors.of(one.row)) for one, count in zip(passes, counts, strict=True)]
+        rules = rules_of(draws, self._head.spec.vocab_size)
+        guesses = self._single_chain(chains[0], rules) if len(chains) == 1 else None
+        if guesses is not None:
+            _take(chains, guesses)
+        else:
+            live = _take(chains, self._ops.guess(self._pass(passes), self._head.guessed, rules))
+            while live:
+                rules = rules_of([draws[chains.index(each)] for each in live], self._head.spec.vocab_size,
+                                 [len(each.tokens) for each in live])
+                live = _take(live, self._go_on(live, rules))
+        for each in chains:
+            self._floors.offered(each.text.row, each.end, len(each.tokens))
+        return [each.tokens for each in chains]
 
-    def _single_chain(self, one: PlanEntry, count: int, rules: Rules | None) -> Guesses | None:
+    def _chain(self, floor: float) -> Chain:
+        return Chain(self._head.guessed, floor, self._table.block_size)
+
+    def _single_chain(self, of: _Chain, rules: Rules | None) -> Guesses | None:
         """The whole chain of one sequence in one call; None where its passes are not recorded yet."""
+        one, count = of.text, of.most
         if self._recorder is None or one.num_tokens > _FEW:
             return None
         tokens, blocks = self._table.tokens[one.row], self._table.tables[self._group][one.row]
         first, chain, size = self._single[one.num_tokens], self._single[0], self._table.block_size
         first.at(tokens, (blocks,), one.start, size)
-        chain.at(tokens, (blocks,), one.start + one.num_tokens - 1, size, count - 1)
+        chain.at(tokens, (blocks,), of.end, size, count - 1)
         guesses = Guesses(np.empty((count, 1), np.int64), np.ones((count + 1, 1), np.float32))
-        if not self._recorder.run_chain(chain.ids, chain.ctx, self._caches, guesses, self._chain,
-                                        (first.ids, first.ctx), rules):
+        if not self._recorder.run_chain(chain.ids, chain.ctx, self._caches, guesses,
+                                        self._chain(of.floor), (first.ids, first.ctx), rules):
             return None
         self._progress.computed(one)
-        self._drafting[one.row] = one.start + one.num_tokens - 1
+        self._drafting[one.row] = of.end
         return guesses
 
-    def _take(self, going: Sequence[int], guesses: Guesses, counts: Sequence[int], found: list[list[int]],
-              chances: np.ndarray) -> list[int]:
-        """Add what was guessed to the chains, as far as it is likely enough; those that go on."""
-        live = list(going)
-        for tokens, likely in zip(guesses.tokens[: guesses.passes], guesses.chances[1:], strict=False):
-            for place, i in enumerate(going):
-                if i not in live:
-                    continue
-                chances[i] = likely[place]
-                if not likely[place] >= self._chain.floor:
-                    live.remove(i)
-                    continue
-                found[i].append(int(tokens[place]))
-                if len(found[i]) == counts[i]:
-                    live.remove(i)
-        return live
-
-    def _go_on(self, passes: Sequence[PlanEntry], chains: Sequence[list[int]], chances: np.ndarray, steps: int,
-               rules: Rules | None) -> Guesses:
-        """Up to so many tokens more of each, in one call where the pass is recorded."""
-        size, count = self._table.block_size, len(passes)
-        rows = np.array([one.row for one in passes])
-        at = np.array([one.start + one.num_tokens + len(chain) - 1 for one, chain in zip(passes, chains, strict=True)])
+    def _go_on(self, chains: Sequence[_Chain], rules: Rules | None) -> Guesses:
+        """More tokens of each, in one call where the pass is recorded: as many as the one that has the fewest to go."""
+        size, count = self._table.block_size, len(chains)
+        steps = min(each.most - len(each.tokens) for each in chains)
+        rows = np.array([each.text.row for each in chains])
+        at = np.array([each.end + len(each.tokens) for each in chains])
+        chances = np.array([each.chance for each in chains], np.float32)
         blocks = self._table.tables[self._group][rows, : -(-(int(at.max()) + steps) // size)]
         slots = blocks[np.arange(count), at // size].astype(np.int64) * size + at % size
-        ids = torch.tensor([chain[-1] for chain in chains])
+        ids = torch.tensor([each.tokens[-1] for each in chains])
         ctx = StepContext(
             positions=torch.from_numpy(at), query_start=torch.arange(count + 1, dtype=torch.int32),
             context_len=torch.from_numpy((at + 1).astype(np.int32)), block_tables=(torch.from_numpy(blocks),),
@@ -195,9 +194,45 @@ class EagleDrafts:
         )
         guesses = Guesses(np.empty((steps, count), np.int64), np.empty((steps + 1, count), np.float32))
         guesses.chances[0] = chances
-        if self._recorder is not None and self._recorder.run_chain(ids, ctx, self._caches, guesses, self._chain,
+        if self._recorder is not None and self._recorder.run_chain(ids, ctx, self._caches, guesses,
+                                                                   self._chain(min(each.floor for each in chains)),
                                                                    rules=rules):
             return guesses
         one = self._ops.guess(self._guess_after(ids, ctx), self._head.guessed, rules)
         one.chances[1] = np.where(one.chances[1] < 0.0, -1.0, one.chances[1] * chances)
         return one
+
+
+@dataclass(slots=True, eq=False)
+class _Chain:
+    """Drafts of one sequence, as far as they are there."""
+
+    text: PlanEntry
+    """What the head computes of it first."""
+    most: int
+    floor: float
+    tokens: list[int] = field(default_factory=list)
+    chance: float = 1.0
+    """That all of them come true, by the head's own account."""
+
+    @property
+    def end(self) -> int:
+        """Position of the text's last token."""
+        return self.text.start + self.text.num_tokens - 1
+
+
+def _take(chains: Sequence[_Chain], guesses: Guesses) -> list[_Chain]:
+    """Add what was guessed to the chains, as far as it is likely enough; those that go on."""
+    live = list(chains)
+    for tokens, likely in zip(guesses.tokens[: guesses.passes], guesses.chances[1:], strict=False):
+        for place, each in enumerate(chains):
+            if each not in live:
+                continue
+            each.chance = float(likely[place])
+            if not each.chance >= each.floor:
+                live.remove(each)
+                continue
+            each.tokens.append(int(tokens[place]))
+            if len(each.tokens) == each.most:
+                live.remove(each)
+    return live

@@ -131,8 +131,8 @@ class Worker:
         if draft is not None:
             kept = (self._cache.draft_layers, self._table, draft_group(self.spec), self.pool.num_blocks,
                     self.pool.num_host_blocks)
-            model = (EagleDrafts(draft, *kept, self._ops, speculation.chain_floor) if isinstance(draft, DraftHead)
-                     else SmallerModel(draft, *kept))
+            model = (EagleDrafts(draft, *kept, self._ops, speculation.chain_floor, speculation.careful_floor)
+                     if isinstance(draft, DraftHead) else SmallerModel(draft, *kept))
             proposer = self._with_trees(Drafter(model, self._table, rejection), speculation)
         if speculation.reads_states and not passes.alone:
             return ToldDrafter(proposer, passes.tell_all, states if self.shard.place.tensor_rank == 0 else ())
