@@ -24,6 +24,9 @@ from quire.speculation.tree import TreeShape, path_along
 Cost = Callable[[int], float]
 
 
+rests = DeviceSpeculator._rests
+
+
 def memory_bound(tokens: int) -> float:
     """Seconds of a step in which reading weights costs more than a few tokens."""
     return 0.020 + 0.002 * tokens
@@ -289,6 +292,31 @@ def test_after_a_text_that_was_missed_short_answers_are_tried_again() -> None:
         hitting.run()
         steps += hitting.steps
     assert steps < 0.8 * 12 * 40
+
+
+def test_a_text_without_luck_is_no_verdict_on_the_next_one() -> None:
+    speculator = DeviceSpeculator(4, cuts=True)
+    speculator.drafting.observe(1, 0.001)
+    Stream([free(400)], memory_bound, speculator, draft_cost=0.001, draft_hits=0.8, sure=0.6).run()
+    unlucky = Stream([free(40)], memory_bound, speculator, draft_cost=0.001, draft_hits=0.0, sure=0.6)
+    unlucky.run()
+    assert not speculator._chosen and unlucky.steps == 32
+    lucky = Stream([free(40)], memory_bound, speculator, draft_cost=0.001, draft_hits=0.8, sure=0.6)
+    lucky.run()
+    assert lucky.steps < 18
+
+
+def test_steps_are_not_looked_at_one_by_one_while_a_model_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what somebody else does between two of them is not taken for their time."""
+    looked_at = []
+    monkeypatch.setattr(DeviceSpeculator, "_rests", lambda *given: looked_at.append(1) or rests(*given))
+    for host in (0.0, 1.0):
+        speculator, looked_at[:] = DeviceSpeculator(4, cuts=True), []
+        speculator.drafting.observe(1, 0.001)
+        stream = Stream([free(1000)], memory_bound, speculator, draft_cost=0.001, sure=0.6, host=host)
+        stream.run()
+        assert len(looked_at) < 0.1 * stream.steps and speculator.stats.decode_tokens == 991
+        assert memory_bound(1) <= 1.001 * speculator.times.estimate(1) <= 1.52 * memory_bound(1)
 
 
 def test_a_model_whose_drafts_begin_to_hit_is_found_out() -> None:
