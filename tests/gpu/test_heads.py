@@ -21,6 +21,7 @@ if torch.cuda.is_available():
     from tests.worker.gpu.engines import MAX_LEN, SEQS, make_engine, run
     from tests.worker.gpu.head_cases import TARGETS, Pause, asked, faint
     from tests.worker.gpu.test_ahead import check_drafts_ahead, simple
+    from tests.worker.gpu.test_grammars import speculated
 
 KINDS = ("eagle", "eagle3", "mtp")
 
@@ -134,3 +135,11 @@ def test_no_step_with_drafts_makes_the_host_wait(kind: str, verifier: str) -> No
         assert [one[3] for one in found.values() if one[3]] == []
     assert accepted(core)[0] > 0
     core.close()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_lookups_draft_for_rows_under_a_grammar_beside_a_heads_drafts(kind: str) -> None:
+    plain, _ = speculated(engine(kind, weights=faint))
+    found, drafts = speculated(engine(kind, **asked(kind)))
+    assert found == plain
+    assert drafts["held0"][0] > 10 and sum(drafts[f"free{i}"][0] for i in (1, 3, 5, 7)) > 10
