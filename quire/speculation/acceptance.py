@@ -99,9 +99,9 @@ class PositionOdds:
 
     def __init__(self, most: int, engine: PositionOdds | None = None, better_than: PositionOdds | None = None,
                  prior: float = 0.6, borrowed: float = _BORROWED) -> None:
-        """`prior`: the estimate before any trial; `borrowed`: its weight. `better_than`: set where several alternatives are offered at a place:
-        the odds of a single draft there. The prior is then that alternatives hit a share `_ALTERNATIVES` of its
-        misses."""
+        """`prior`: the estimate before any trial; `borrowed`: its weight. `better_than`: set where several alternatives
+        are offered at a place: the odds of a single draft there. The prior is then that alternatives hit a share
+        `_ALTERNATIVES` of its misses."""
         self._own = [Odds() for _ in range(most)]
         self._all = engine
         self._better_than = better_than

@@ -158,7 +158,8 @@ def test_newer_attention_kernels_give_the_bits_of_the_first(heads: tuple[int, in
         for part in (cache.k, cache.v):
             if keys % 16:
                 part[int(table[seq, keys // 16]), :, keys % 16 :] = float("nan")
-    small = [hopper_prefill.PrefillShape(128, *each) for each in ((3, 1, 1), (2, 1, 1), (1, 1, 2))]
+    small = [hopper_prefill.PrefillShape(128, *each)
+             for each in ((3, 1, 1), (2, 1, 1), (1, 1, 2), (4, 1, 1, 2), (1, 1, 1, 2))]
     for each in small:
         for pdl in (False, True):
             out = torch.full_like(want, float("nan"))
@@ -207,7 +208,7 @@ def test_decode_steps_that_rotate_inside_attention_have_the_bits_of_those_that_d
         turned, kept, table, None, start, length, *tiles, shape, 0.2, out=want, sizes=hopper_prefill.DECODE)
     assert not want.isnan().any() and (want[lengths.index(0)] == 0).all()
     raw = hopper_prefill.RawHeads(turn, positions, slots)
-    for sizes in (hopper_prefill.DECODE, hopper_prefill.DECODE_MANY):
+    for sizes in (hopper_prefill.DECODE, hopper_prefill.DECODE_MANY, hopper_prefill.DECODE_FEW):
         for pdl in (False, True):
             out, given = torch.full_like(want, float("nan")), qkv.clone()
             mine = pair_cache(cache.k.clone(), cache.v.clone(), page)
@@ -218,8 +219,9 @@ def test_decode_steps_that_rotate_inside_attention_have_the_bits_of_those_that_d
                 assert torch.equal(got.view(torch.int16), expected.view(torch.int16)), (sizes, pdl)
 
 
+@pytest.mark.parametrize("sizes", [hopper_prefill.DECODE, hopper_prefill.DECODE_FEW], ids=str)
 @torch.inference_mode()
-def test_rows_of_no_sequence_and_sequences_of_no_key_read_nothing() -> None:
+def test_rows_of_no_sequence_and_sequences_of_no_key_read_nothing(sizes: hopper_prefill.PrefillShape) -> None:
     """As padding has them: a tile of sequence -1 writes nothing, one without keys zeros, whatever its row."""
     shape, kind = HeadShape(32, 8, 128), torch.bfloat16
     if not hopper_prefill.fits(torch.device("cuda", torch.cuda.current_device()), kind, shape, 16):
@@ -230,7 +232,7 @@ def test_rows_of_no_sequence_and_sequences_of_no_key_read_nothing() -> None:
     tiles = [torch.tensor(part, dtype=torch.int32, device="cuda") for part in ([0, 1, -1], [0, 0, 0])]
     out = torch.full((3, 32 * 128), 7.0, dtype=kind, device="cuda")
     hopper_prefill.hopper_prefill(qkv, cache, table, rows, start, length, *tiles, shape, 0.2, out=out,
-                                  sizes=hopper_prefill.DECODE)  # fmt: skip
+                                  sizes=sizes)  # fmt: skip
     assert (out[0] != 7).any() and (out[1] == 0).all() and (out[2] == 7).all()
 
 

@@ -37,12 +37,14 @@ _KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 @dataclass(frozen=True, slots=True)
 class PrefillShape:
-    """Keys of a turn, turns on their way, warp groups of 64 rows, and programs on a multiprocessor."""
+    """Keys of a turn, turns on their way, warp groups of 64 rows, programs on a multiprocessor, and programs that share
+    a head's values."""
 
     keys: int
     stages: int
     groups: int = 2
     programs: int = 1
+    parts: int = 1
 
     def tokens_of(self, shape: HeadShape) -> int:
         """Tokens of a tile."""
@@ -55,6 +57,8 @@ PREFILL = PrefillShape(128, 3)
 weights and values, as well: 563, 540 and 331."""
 DECODE = PrefillShape(128, 3, groups=1)
 """Tiles of 64 rows, as `attention_mixed` has them in deterministic mode."""
+DECODE_FEW = PrefillShape(128, 4, groups=1, parts=2)
+"""The same for so few pieces of work that two programs can share each. Same bits."""
 DECODE_MANY = PrefillShape(128, 1, groups=1, programs=2)
 """The same for more pieces of work than multiprocessors: while one program waits, the other multiplies. H200,
 2026-11-18, 32 heads, us: 256 sequences of 1,064 keys 268 (`DECODE` 279), 32 of 1,152 40.4 (41.7). Same bits."""
@@ -74,7 +78,8 @@ class RawHeads:
 
 def decode_sizes(tiles: int, shape: HeadShape, device: torch.device) -> PrefillShape:
     """For so many sequences that decode."""
-    return DECODE if tiles * shape.num_kv_heads <= multiprocessors(device) else DECODE_MANY
+    items, room = tiles * shape.num_kv_heads, multiprocessors(device)
+    return DECODE_FEW if 2 * items <= room else DECODE if items <= room else DECODE_MANY
 
 
 def turns(shape: HeadShape, turn: HeadTurn) -> bool:
@@ -120,7 +125,7 @@ def hopper_prefill(
     With one warp group steps may be padded: a tile whose sequence is -1 does nothing, a sequence without keys gets
     zeros. With `raw`, where `turns`, every sequence has one query, which sees no key of the step but its own; qkv is as
     the projection left it and stays so, and the cache gets the step's keys and values."""
-    items = tile_seq.shape[0] * shape.num_kv_heads
+    items = tile_seq.shape[0] * shape.num_kv_heads * sizes.parts
     if items == 0:
         return
     ring, sums, values, stored, own = _layouts(_KINDS[qkv.dtype], sizes.keys)
@@ -160,6 +165,7 @@ def hopper_prefill(
         values,
         stored,
         own,
+        sizes.parts,
         num_warps=4,
         maxnreg=168 if sizes.groups == 2 else 128,
         enable_fp_fusion=False,

@@ -9,6 +9,9 @@ other ended, and each half of the values has sums of its own, so no order change
 Its operations on a row are those of `attention_mixed`, in the same order. What tiles there are and where their keys lie
 was written by earlier kernels than the one before: with PDL it is read while that one still runs.
 
+Where few sequences decode, the PARTS of a piece of work are two programs: both compute all scores, each sums one half
+of the values. A tile's 64 rows take a multiprocessor's time whatever they hold, and others have nothing to do.
+
 With TURN a step that decodes comes as the projection left it, and norm, rotation and the write of its keys and values
 are part of this kernel, with the bits of `rope_cache`. Then all keys but the step's own were written by earlier steps,
 so that they are copied before the kernel before has ended; its own key and value take their places in the rings, where
@@ -67,29 +70,32 @@ def _page_rows(table, place, last, head, NUM_KV: gl.constexpr, PAGE: gl.constexp
 
 
 @gluon.jit
-def _copy_keys(cache, ring, full, free, stage, parity, pages, PAGE: gl.constexpr):
-    """A turn of keys (or values) into a stage, once it is free."""
+def _copy_keys(cache, ring, full, free, stage, parity, pages, first, PAGE: gl.constexpr, HALVES: gl.constexpr):
+    """A turn of keys (or values) into a stage, once it is free: so many halves of the features, from `first` on."""
     KEYS: gl.constexpr = ring.shape[1]
     WIDTH: gl.constexpr = ring.shape[2]
     mbarrier.wait(free.index(stage), parity)
-    mbarrier.expect(full.index(stage), 2 * KEYS * WIDTH * 2)
+    mbarrier.expect(full.index(stage), HALVES * KEYS * WIDTH * 2)
     for page in gl.static_range(KEYS // PAGE):
-        for half in gl.static_range(2):
-            target = ring.index(2 * stage + half).slice(page * PAGE, PAGE, dim=0)
-            tma.async_copy_global_to_shared(cache, [pages[page], half * WIDTH], full.index(stage), target)
+        for half in gl.static_range(HALVES):
+            target = ring.index(HALVES * stage + half).slice(page * PAGE, PAGE, dim=0)
+            tma.async_copy_global_to_shared(cache, [pages[page], (first + half) * WIDTH], full.index(stage), target)
 
 
 @gluon.jit
 def _load_tiles(
     k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows, tile_seq, tile_first, query_start,
     context_len, num_items, table_stride, STAGES: gl.constexpr, NUM_KV: gl.constexpr, TOKENS: gl.constexpr,
-    PAGE: gl.constexpr, HAS_ROWS: gl.constexpr, WAITS: gl.constexpr, PADDED: gl.constexpr,
+    PAGE: gl.constexpr, HAS_ROWS: gl.constexpr, WAITS: gl.constexpr, PADDED: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     KEYS: gl.constexpr = k_ring.shape[1]
     done = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        part = 0
+        if PARTS == 2:
+            part = item % 2
         head, seq, _first, _begin, queries, before, turns = _tile(
-            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS, PADDED)
+            item // PARTS, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS, PADDED)
         row = seq
         if HAS_ROWS:
             row = gl.load(rows + seq)
@@ -100,8 +106,8 @@ def _load_tiles(
             pages = _page_rows(table, turn * (KEYS // PAGE), last, head, NUM_KV, PAGE, KEYS // PAGE)
             if WAITS:
                 gdc_wait()
-            _copy_keys(k_cache, k_ring, k_full, k_free, stage, parity, pages, PAGE)
-            _copy_keys(v_cache, v_ring, v_full, v_free, stage, parity, pages, PAGE)
+            _copy_keys(k_cache, k_ring, k_full, k_free, stage, parity, pages, 0, PAGE, 2)
+            _copy_keys(v_cache, v_ring, v_full, v_free, stage, parity, pages, part, PAGE, 2 // PARTS)
         done += turns
 
 
@@ -134,32 +140,46 @@ def _softmax(scores, start, open_end, reach, scale, maximum, total, SUMS: gl.con
 
 
 @gluon.jit
-def _shrink(low, high, by, VALUES: gl.constexpr):
-    """Both halves of the sums of values, times a number for each row."""
+def _shrink(low, high, by, VALUES: gl.constexpr, HALVES: gl.constexpr):
+    """The sums of values, times a number for each row."""
     by = gl.convert_layout(by, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
-    return low * by, high * by
-
-
-@gluon.jit
-def _start_values(p, low, high, ring, full, turn, STAGES: gl.constexpr):
-    """Issues the products of a turn's values; not waited for."""
-    stage = turn % STAGES
-    mbarrier.wait(full.index(stage), turn // STAGES & 1)
-    low = warpgroup_mma(p, ring.index(2 * stage), low, is_async=True)
-    high = warpgroup_mma(p, ring.index(2 * stage + 1), high, is_async=True)
+    low = low * by
+    if HALVES == 2:
+        high = high * by
     return low, high
 
 
 @gluon.jit
-def _forget(ring, full, clean, turn, present, forgotten, WHO: gl.constexpr, STAGES: gl.constexpr, STORED: gl.constexpr):
+def _start_values(p, low, high, ring, full, turn, STAGES: gl.constexpr, HALVES: gl.constexpr):
+    """Issues the products of a turn's values; not waited for. With one half there is no `high`."""
+    stage = turn % STAGES
+    mbarrier.wait(full.index(stage), turn // STAGES & 1)
+    low = warpgroup_mma(p, ring.index(HALVES * stage), low, is_async=True)
+    if HALVES == 2:
+        high = warpgroup_mma(p, ring.index(2 * stage + 1), high, is_async=True)
+    return low, high
+
+
+@gluon.jit
+def _wait_values(low, high, HALVES: gl.constexpr):
+    if HALVES == 2:
+        low, high = warpgroup_mma_wait(0, deps=(low, high))
+    else:
+        low = warpgroup_mma_wait(0, deps=(low,))
+    return low, high
+
+
+@gluon.jit
+def _forget(ring, full, clean, turn, present, forgotten, WHO: gl.constexpr, STAGES: gl.constexpr, STORED: gl.constexpr,
+            HALVES: gl.constexpr):  # fmt: skip
     """Zeros for the values of a turn from number `present` of them on: what lies there is nobody's or another's, and
     zero times it need not be zero. The first warp group writes them, both meet; `forgotten`: how often so far."""
     if WHO == 0:
         stage = turn % STAGES
         mbarrier.wait(full.index(stage), turn // STAGES & 1)
         row = gl.arange(0, ring.shape[1], layout=gl.SliceLayout(1, STORED))
-        for half in gl.static_range(2):
-            place = ring.index(2 * stage + half)
+        for half in gl.static_range(HALVES):
+            place = ring.index(HALVES * stage + half)
             values = place.load(STORED)
             place.store(gl.where((row < present)[:, None], values, gl.zeros_like(values)))
         fence_async_shared()
@@ -169,10 +189,12 @@ def _forget(ring, full, clean, turn, present, forgotten, WHO: gl.constexpr, STAG
 
 
 @gluon.jit
-def _turn(qkv, turn, newest, head, begin, q_stride, NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr,
-          PAGE: gl.constexpr, NORM: gl.constexpr, PDL: gl.constexpr, STORED: gl.constexpr):  # fmt: skip
+def _turn(qkv, turn, newest, head, part, begin, q_stride, NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr,
+          GROUP: gl.constexpr, PAGE: gl.constexpr, NORM: gl.constexpr, PDL: gl.constexpr, STORED: gl.constexpr,
+          HALVES: gl.constexpr):  # fmt: skip
     """Norms and rotates a token's query heads and key of one KV head. Queries lie in `newest[0]` then, both halves, the
-    key and the value in `newest[1]` and in the cache."""
+    key and the value in `newest[1]` and in the cache; where programs share the head, of values and of the cache's keys
+    each has its half."""
     slots, positions, rope, q_norm, k_norm, eps, k_out, v_out = turn
     queries, own = newest
     WIDTH: gl.constexpr = queries.shape[2]
@@ -196,8 +218,11 @@ def _turn(qkv, turn, newest, head, begin, q_stride, NUM_HEADS: gl.constexpr, NUM
     key = row + (NUM_HEADS + head) * DIM
     k_low = gl.load(key)
     k_high = gl.load(key + WIDTH)
-    v_low = gl.load(key + NUM_KV * DIM)
-    v_high = gl.load(key + NUM_KV * DIM + WIDTH)
+    value = key + NUM_KV * DIM + part * WIDTH
+    v_low = gl.load(value)
+    v_high = v_low
+    if HALVES == 2:
+        v_high = gl.load(value + WIDTH)
     kind: gl.constexpr = k_low.dtype
     low, high = turned_heads(q_low, q_high, q_gains, angles, eps, _TURNED, WIDTH, NORM, STORED)
     queries.index(0).slice(0, _TURNED, dim=0).store(low.to(kind))
@@ -208,17 +233,21 @@ def _turn(qkv, turn, newest, head, begin, q_stride, NUM_HEADS: gl.constexpr, NUM
     real = (dim >= 0) & (slot >= 0)
     for half in gl.static_range(2):
         own.index(half).store(found[half])
+        mine = real
+        if HALVES == 1:
+            mine = real & (part == half)
+        gl.store(k_out + place + half * WIDTH, found[half], mask=mine)
+    for half in gl.static_range(HALVES):
         own.index(2 + half).store(found[2 + half])
-        gl.store(k_out + place + half * WIDTH, found[half], mask=real)
-        gl.store(v_out + place + half * WIDTH, found[2 + half], mask=real)
+        gl.store(v_out + place + (part + half) * WIDTH, found[2 + half], mask=real)
     gl.thread_barrier()
 
 
 @gluon.jit
 def _put_newest(ring, full, own, FIRST: gl.constexpr, turn, last, STAGES: gl.constexpr, STORED: gl.constexpr,
-                CLEANS: gl.constexpr):  # fmt: skip
+                CLEANS: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
     """The step's own key (or value) at row `last` of a turn's, zeros behind it where CLEANS: what lies there is
-    nobody's or another's, and zero times it need not be zero. Both halves of it lie in `own` from FIRST on."""
+    nobody's or another's, and zero times it need not be zero. Its halves lie in `own` from FIRST on."""
     KEYS: gl.constexpr = ring.shape[1]
     WIDTH: gl.constexpr = ring.shape[2]
     STRIP: gl.constexpr = 32 if CLEANS else 16
@@ -226,18 +255,16 @@ def _put_newest(ring, full, own, FIRST: gl.constexpr, turn, last, STAGES: gl.con
     mbarrier.wait(full.index(stage), turn // STAGES & 1)
     row = gl.arange(0, STRIP, layout=gl.SliceLayout(1, STORED))[:, None]
     at = last % STRIP
-    low, high = ring.index(2 * stage), ring.index(2 * stage + 1)
     nothing = gl.zeros((STRIP, WIDTH), ring.dtype, STORED)
     for strip in gl.static_range(KEYS // STRIP):
-        near, far = low.slice(strip * STRIP, STRIP, dim=0), high.slice(strip * STRIP, STRIP, dim=0)
         if last // STRIP == strip:
-            rest = gl.where(row < at, near.load(STORED), nothing), gl.where(row < at, far.load(STORED), nothing)
-            newest = own.index(FIRST).load(STORED), own.index(FIRST + 1).load(STORED)
-            near.store(gl.where(row == at, newest[0], rest[0]))
-            far.store(gl.where(row == at, newest[1], rest[1]))
+            for half in gl.static_range(HALVES):
+                place = ring.index(HALVES * stage + half).slice(strip * STRIP, STRIP, dim=0)
+                rest = gl.where(row < at, place.load(STORED), nothing)
+                place.store(gl.where(row == at, own.index(FIRST + half).load(STORED), rest))
         elif CLEANS and last // STRIP < strip:
-            near.store(nothing)
-            far.store(nothing)
+            for half in gl.static_range(HALVES):
+                ring.index(HALVES * stage + half).slice(strip * STRIP, STRIP, dim=0).store(nothing)
     fence_async_shared()
     gl.thread_barrier()
 
@@ -245,8 +272,8 @@ def _put_newest(ring, full, own, FIRST: gl.constexpr, turn, last, STAGES: gl.con
 @gluon.jit
 def _fold_keys(
     q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, own, done, turns, keys, forgotten, open_end,
-    reach, scale, WHO: gl.constexpr, STAGES: gl.constexpr, TURN: gl.constexpr,
-    SUMS: gl.constexpr, VALUES: gl.constexpr, P: gl.constexpr, STORED: gl.constexpr,
+    reach, scale, WHO: gl.constexpr, STAGES: gl.constexpr, TURN: gl.constexpr, SUMS: gl.constexpr,
+    VALUES: gl.constexpr, P: gl.constexpr, STORED: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """All turns of a tile, of a sequence of so many keys: (sums of values, in halves, and of weights)."""
     ROWS: gl.constexpr = q_low.shape[0]
@@ -259,7 +286,7 @@ def _fold_keys(
     high = gl.zeros((ROWS, WIDTH), gl.float32, VALUES)
     if TURN:  # noqa: SIM102 (one is decided by the compiler)
         if turns == 1:
-            _put_newest(k_ring, k_full, own, 0, done, last, STAGES, STORED, False)
+            _put_newest(k_ring, k_full, own, 0, done, last, STAGES, STORED, False, 2)
     scores = warpgroup_mma_wait(0, deps=(_start_scores(q_low, q_high, k_ring, k_full, done, STAGES, SUMS),))
     mbarrier.arrive(k_free.index(done % STAGES))
     weights, _nothing, maximum, total = _softmax(scores, 0, open_end, reach, scale, maximum, total, SUMS)
@@ -267,22 +294,25 @@ def _fold_keys(
     for turn in range(1, turns):
         if TURN:  # noqa: SIM102
             if turn == turns - 1:
-                _put_newest(k_ring, k_full, own, 0, done + turn, last, STAGES, STORED, False)
-        low, high = _start_values(p, low, high, v_ring, v_full, done + turn - 1, STAGES)
+                _put_newest(k_ring, k_full, own, 0, done + turn, last, STAGES, STORED, False, 2)
+        low, high = _start_values(p, low, high, v_ring, v_full, done + turn - 1, STAGES, HALVES)
         scores = _start_scores(q_low, q_high, k_ring, k_full, done + turn, STAGES, SUMS)
-        low, high, scores = warpgroup_mma_wait(0, deps=(low, high, scores))
+        if HALVES == 2:
+            low, high, scores = warpgroup_mma_wait(0, deps=(low, high, scores))
+        else:
+            low, scores = warpgroup_mma_wait(0, deps=(low, scores))
         mbarrier.arrive(v_free.index((done + turn - 1) % STAGES))
         mbarrier.arrive(k_free.index((done + turn) % STAGES))
         weights, shrink, maximum, total = _softmax(
             scores, turn * KEYS, open_end, reach, scale, maximum, total, SUMS)
-        low, high = _shrink(low, high, shrink, VALUES)
+        low, high = _shrink(low, high, shrink, VALUES, HALVES)
         p = gl.convert_layout(weights.to(k_ring.dtype), P)
     if TURN:
-        _put_newest(v_ring, v_full, own, 2, done + turns - 1, last, STAGES, STORED, True)
+        _put_newest(v_ring, v_full, own, 2, done + turns - 1, last, STAGES, STORED, True, HALVES)
     elif keys < turns * KEYS:
-        _forget(v_ring, v_full, clean, done + turns - 1, last + 1, forgotten, WHO, STAGES, STORED)
-    low, high = _start_values(p, low, high, v_ring, v_full, done + turns - 1, STAGES)
-    low, high = warpgroup_mma_wait(0, deps=(low, high))
+        _forget(v_ring, v_full, clean, done + turns - 1, last + 1, forgotten, WHO, STAGES, STORED, HALVES)
+    low, high = _start_values(p, low, high, v_ring, v_full, done + turns - 1, STAGES, HALVES)
+    low, high = _wait_values(low, high, HALVES)
     mbarrier.arrive(v_free.index((done + turns - 1) % STAGES))
     return low, high, total
 
@@ -293,7 +323,7 @@ def _attend_tiles(
     turn, newest, num_items, scale, kv_scales, q_stride, WHO: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, TURN: gl.constexpr,
     NORM: gl.constexpr, PDL: gl.constexpr, SCALED: gl.constexpr, SUMS: gl.constexpr, VALUES: gl.constexpr,
-    STORED: gl.constexpr,
+    STORED: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its rows of one tile after another. Padding, a sequence without keys, gets zeros. With SCALED keys
     and values of a head are what is stored times its `kv_scales`: its scores and its sums are multiplied by them."""
@@ -304,14 +334,18 @@ def _attend_tiles(
     TOKENS: gl.constexpr = GROUPS * ROWS // GROUP
     Q: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     P: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
+    HALVES: gl.constexpr = 2 // PARTS
     done, forgotten = 0, 0
     if TURN:
         for half in gl.static_range(2):
             newest[0].index(half).store(gl.zeros((ROWS, WIDTH), k_ring.dtype, STORED))
         gl.thread_barrier()
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        part = 0
+        if PARTS == 2:
+            part = item % 2
         head, _seq, first, begin, queries, before, turns = _tile(
-            item, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS, GROUPS == 1)
+            item // PARTS, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS, GROUPS == 1)
         # The queries, through the layout in which rows are read and stored.
         index = WHO * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
         dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STORED))
@@ -320,17 +354,18 @@ def _attend_tiles(
         column = (head * GROUP + index % GROUP)[:, None] * DIM + dim[None, :]
         place = (begin + token).to(gl.int64)[:, None]
         source = qkv + (place * q_stride + column)
-        target = out + (place * (NUM_HEADS * DIM) + column)
+        target = out + (place * (NUM_HEADS * DIM) + column) + part * WIDTH
         kind = out.dtype.element_ty
         if GROUPS == 1 and turns == 0:
             if PDL:
                 gdc_wait()
             nothing = gl.zeros((ROWS, WIDTH), kind, STORED)
-            gl.store(target, nothing, mask=used)
-            gl.store(target + WIDTH, nothing, mask=used)
+            for half in gl.static_range(HALVES):
+                gl.store(target + half * WIDTH, nothing, mask=used)
         else:
             if TURN:
-                _turn(qkv, turn, newest, head, begin, q_stride, NUM_HEADS, NUM_KV, GROUP, PAGE, NORM, PDL, STORED)
+                _turn(qkv, turn, newest, head, part, begin, q_stride, NUM_HEADS, NUM_KV, GROUP, PAGE, NORM, PDL, STORED,
+                      HALVES)
                 q_low = newest[0].index(0).load(Q)
                 q_high = newest[0].index(1).load(Q)
             else:
@@ -346,14 +381,16 @@ def _attend_tiles(
                 of_scores = scale * gl.load(kv_scales + head)
             low, high, total = _fold_keys(
                 q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, newest[1], done, turns,
-                before + queries, forgotten, open_end, reach, of_scores, WHO, STAGES, TURN, SUMS, VALUES, P, STORED)
+                before + queries, forgotten, open_end, reach, of_scores, WHO, STAGES, TURN, SUMS, VALUES, P, STORED,
+                HALVES)
             # One division a row, not one a feature.
             by = 1.0 / gl.where(total > 0, total, 1.0)
             if SCALED:
                 by = by * gl.load(kv_scales + NUM_KV + head)
-            low, high = _shrink(low, high, by, VALUES)
+            low, high = _shrink(low, high, by, VALUES, HALVES)
             gl.store(target, gl.convert_layout(low.to(kind), STORED), mask=used)
-            gl.store(target + WIDTH, gl.convert_layout(high.to(kind), STORED), mask=used)
+            if HALVES == 2:
+                gl.store(target + WIDTH, gl.convert_layout(high.to(kind), STORED), mask=used)
         done += turns
         if before + queries < turns * KEYS:
             forgotten += 1
@@ -366,12 +403,12 @@ def hopper_prefill_kernel(
     NUM_HEADS: gl.constexpr, NUM_KV: gl.constexpr, GROUP: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, HAS_ROWS: gl.constexpr, GROUPS: gl.constexpr, TURN: gl.constexpr, NORM: gl.constexpr,
     PDL: gl.constexpr, SCALED: gl.constexpr, REGISTERS: gl.constexpr, RING: gl.constexpr, SUMS: gl.constexpr,
-    VALUES: gl.constexpr, STORED: gl.constexpr, OWN: gl.constexpr,
+    VALUES: gl.constexpr, STORED: gl.constexpr, OWN: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """`slots` to `v_out` are of the turn of heads, and count with TURN."""
     WIDTH: gl.constexpr = k_cache.block_type.shape[1]
     k_ring = gl.allocate_shared_memory(k_cache.dtype, [2 * STAGES, KEYS, WIDTH], RING)
-    v_ring = gl.allocate_shared_memory(k_cache.dtype, [2 * STAGES, KEYS, WIDTH], RING)
+    v_ring = gl.allocate_shared_memory(k_cache.dtype, [2 // PARTS * STAGES, KEYS, WIDTH], RING)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -402,10 +439,10 @@ def hopper_prefill_kernel(
                 (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
                                  query_start, context_len, out, turn, newest, num_items, scale, kv_scales, q_stride, 0,
                                  GROUPS, STAGES, NUM_HEADS, NUM_KV, GROUP, PAGE, TURN, NORM, PDL, SCALED, SUMS, VALUES,
-                                 STORED)),
+                                 STORED, PARTS)),
                 (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows,
                                tile_seq, tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
-                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL and not TURN, GROUPS == 1)),
+                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL and not TURN, GROUPS == 1, PARTS)),
             ],
             [1],
             [24],
@@ -416,14 +453,14 @@ def hopper_prefill_kernel(
                 (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
                                  query_start, context_len, out, turn, newest, num_items, scale, kv_scales, q_stride, 0,
                                  GROUPS, STAGES, NUM_HEADS, NUM_KV, GROUP, PAGE, TURN, NORM, PDL, SCALED, SUMS, VALUES,
-                                 STORED)),
+                                 STORED, PARTS)),
                 (_attend_tiles, (qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first,
                                  query_start, context_len, out, turn, newest, num_items, scale, kv_scales, q_stride, 1,
                                  GROUPS, STAGES, NUM_HEADS, NUM_KV, GROUP, PAGE, TURN, NORM, PDL, SCALED, SUMS, VALUES,
-                                 STORED)),
+                                 STORED, PARTS)),
                 (_load_tiles, (k_cache, v_cache, k_ring, v_ring, k_full, k_free, v_full, v_free, tables, rows,
                                tile_seq, tile_first, query_start, context_len, num_items, table_stride, STAGES, NUM_KV,
-                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL and not TURN, GROUPS == 1)),
+                               GROUPS * 64 // GROUP, PAGE, HAS_ROWS, PDL and not TURN, GROUPS == 1, PARTS)),
             ],
             [4, 1],
             [REGISTERS, 24],

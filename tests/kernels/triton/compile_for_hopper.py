@@ -279,7 +279,8 @@ def hopper_tiles(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, sizes, given in (
         ("prefill", hopper_prefill.PREFILL, None), ("decode", hopper_prefill.DECODE, None),
         ("many", hopper_prefill.DECODE_MANY, None), ("turned decode", hopper_prefill.DECODE, raw),
-        ("turned many", hopper_prefill.DECODE_MANY, raw),
+        ("turned many", hopper_prefill.DECODE_MANY, raw), ("few", hopper_prefill.DECODE_FEW, None),
+        ("turned few", hopper_prefill.DECODE_FEW, raw),
         ("turned without norms", hopper_prefill.DECODE, replace(raw, turn=HeadTurn(raw.turn.rope))),
     ):  # fmt: skip
         yield f"hopper {name}", lambda s=sizes, r=given: hopper_prefill.hopper_prefill(

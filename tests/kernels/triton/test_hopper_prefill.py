@@ -26,6 +26,7 @@ EARLIER = ("tables", "rows", "tile_seq", "tile_first", "query_start", "context_l
 """What the kernel before this one does not write."""
 SIZES = (hopper_prefill.PREFILL, hopper_prefill.DECODE, hopper_prefill.PrefillShape(64, 2),
          hopper_prefill.PrefillShape(128, 1, groups=1, programs=2))  # fmt: skip
+DECODES = [hopper_prefill.DECODE, hopper_prefill.DECODE_MANY, hopper_prefill.DECODE_FEW]
 
 
 @pytest.mark.parametrize(
@@ -78,14 +79,14 @@ def test_tiles_are_attended_to(
             assert out[mine.stop : int(start[seq + 1])].isnan().all()
 
 
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(("stages", "parts"), [(1, 1), (3, 1), (1, 2), (4, 2)])
 def test_steps_that_decode_leave_out_padding_and_wait_for_the_kernel_before(
-    monkeypatch: pytest.MonkeyPatch, stages: int
+    monkeypatch: pytest.MonkeyPatch, stages: int, parts: int
 ) -> None:
     """A sequence without keys gets zeros, whatever its row; a tile of no sequence writes nothing."""
     monkeypatch.setattr(hopper_prefill, "multiprocessors", lambda device: 3)
     shape, lengths = HeadShape(8, 2, 128), [130, 0, 128, 5, 400]
-    sizes = hopper_prefill.PrefillShape(128, stages, groups=1)
+    sizes = hopper_prefill.PrefillShape(128, stages, groups=1, parts=parts)
     qkv, cache, table, start, length = cases.paged_batch("cpu", torch.bfloat16, shape, 16, [1] * 5, lengths)
     rows = torch.tensor([0, -(1 << 20), 2, 3, 4], dtype=torch.int32)
     tiles = torch.tensor([0, 1, 2, -1, 4], dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
@@ -113,7 +114,7 @@ def _raw(heads: HeadShape, lengths: list[int], page: int, normed: bool, table: t
 
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("heads", "page"), [((8, 2, 128), 16), ((16, 2, 128), 64), ((2, 2, 128), 8)])
-@pytest.mark.parametrize("sizes", [hopper_prefill.DECODE, hopper_prefill.DECODE_MANY], ids=str)
+@pytest.mark.parametrize("sizes", DECODES, ids=str)
 def test_decode_steps_may_come_as_their_projection_left_them(
     monkeypatch: pytest.MonkeyPatch, sizes: hopper_prefill.PrefillShape, heads: tuple[int, int, int], page: int,
     normed: bool,
@@ -161,9 +162,11 @@ def test_heads_that_a_decode_step_does_not_turn_itself() -> None:
         assert not hopper_prefill.turns(HeadShape(64, 8, 128), other)
 
 
-def test_many_sequences_have_two_programs_to_a_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_have_two_programs_to_a_multiprocessor_and_few_two_to_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_prefill, "multiprocessors", lambda device: 132)
     shape, device = HeadShape(32, 8, 128), torch.device("cuda")
+    assert hopper_prefill.decode_sizes(8, shape, device) == hopper_prefill.DECODE_FEW
+    assert hopper_prefill.decode_sizes(9, shape, device) == hopper_prefill.DECODE
     assert hopper_prefill.decode_sizes(16, shape, device) == hopper_prefill.DECODE
     assert hopper_prefill.decode_sizes(17, shape, device) == hopper_prefill.DECODE_MANY
 
