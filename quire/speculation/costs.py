@@ -12,6 +12,8 @@ _YOUNG = 4
 warm-up; later ones move the factors."""
 _OUTLIER = 2.0
 """Clamp on measured / expected time: beyond it the machine was busy with something else."""
+_FOLLOW_CORRECTION = 0.3
+"""Exponent by which one measurement moves a correction."""
 
 
 class StepCosts:
@@ -122,6 +124,17 @@ class StepCosts:
         if not earlier:
             return self._shape[last] / last
         return max(0.0, *((self._shape[last] - self._shape[size]) / (last - size) for size in earlier))
+
+
+class Correction:
+    """A factor on what steps of some kind are estimated to take, beside those that the estimate was learned from."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def follow(self, ratio: float) -> None:
+        """A step took `ratio` times its estimate without the factor."""
+        self.factor *= min(max(ratio / self.factor, 1 / _OUTLIER), _OUTLIER) ** _FOLLOW_CORRECTION
 
 
 def _rounded(size: int) -> int:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from quire.speculation.acceptance import PositionOdds
 from quire.speculation.choice import DraftChoice, Drafts
-from quire.speculation.costs import StepCosts
+from quire.speculation.costs import Correction, StepCosts
+from quire.speculation.cuts import drawn_plainly
 from quire.speculation.pause import LONGEST, Pause
 from quire.speculation.ruled import RuledLookups
 from quire.speculation.speculator import Load, Speculator, offered_by_depth
@@ -104,6 +105,7 @@ class DeviceSpeculator(Speculator):
         self._offered = PositionOdds(most, prior=0.8)
         """Probability that the model offers a draft at a place, given that it offered all before."""
         self._tree_odds = PositionOdds(most, better_than=self._odds)
+        self._tree_cost = Correction()
         self._followed: dict[Sequence, PositionOdds] = {}
         self._plain_seconds = 0.0
         """Time of steps without drafts since the last one with some."""
@@ -225,7 +227,7 @@ class DeviceSpeculator(Speculator):
     def _draftable(self, sequences: list[Sequence]) -> list[Sequence]:
         """Those without a grammar and without holes."""
         found = [seq for seq in sequences if seq.request.start_grammar is None and seq not in self._holed]
-        self._all_cut = self._cuts and all(_drawn_plainly(seq, self._cuts_drawn) for seq in found)
+        self._all_cut = self._cuts and all(drawn_plainly(seq, self._cuts_drawn) for seq in found)
         return found
 
     def _paying(self, sequences: list[Sequence], num_decoding: int, room: int
@@ -415,7 +417,8 @@ class DeviceSpeculator(Speculator):
             chances = self._offered.chain(count)
             rows, passes = sum(chances), 1.0 + sum(1.0 - (1.0 - each) ** num_drafting for each in chances[:-1])
             passes = self.pass_shares(passes)
-        return self.times.estimate(num_decoding + num_drafting * rows) + passes * drafting
+        found = self.times.estimate(num_decoding + num_drafting * rows) + passes * drafting
+        return found if nodes is None else self._tree_cost.factor * found
 
     @property
     def _tried(self) -> int:
@@ -455,7 +458,8 @@ class DeviceSpeculator(Speculator):
         if isinstance(load, Load) and load.drafts:
             load.behind = self._behind
             load.passes = max(entry.draft_depth or entry.device_drafts for _, entry, _ in planned)
-            if self._cuts and not any(entry.draft_depth for _, entry, _ in planned):
+            load.trees = any(entry.draft_depth for _, entry, _ in planned)
+            if self._cuts and not load.trees:
                 load.asked = tuple(entry.device_drafts for _, entry, _ in planned)
         return False
 
@@ -519,6 +523,9 @@ class DeviceSpeculator(Speculator):
         if not self.drafting.known or (young and seconds < believed and not load.behind):
             rest = seconds - self.times.estimate(load.tokens) - factor * self.seconds_behind * load.behind
             self.drafting.observe(load.drafting, max(1e-9, rest / passes / factor))
+            return
+        if load.trees and not load.behind:
+            self._tree_cost.follow(seconds / believed)
             return
         if load.behind:
             self._learn_reading(load.behind, max(0.0, seconds - believed) / factor)
@@ -589,11 +596,3 @@ class DeviceSpeculator(Speculator):
         if self._patience > _WITH_OTHER_TEXT and not self.overlaps:
             self._next_probe, self._patience = self._next_probe * _WITH_OTHER_TEXT / self._patience, _WITH_OTHER_TEXT
         self._usual_answer += _FOLLOW_ANSWERS * (len(seq.tokens) - seq.num_prompt_tokens - self._usual_answer)
-
-
-def _drawn_plainly(seq: Sequence, at_random: bool) -> bool:
-    """As the worker decides it (`sampling.batch.PlainDraw`), except for what changes from token to token."""
-    request, params = seq.request, seq.request.params
-    if params.penalised or params.logit_bias or params.allowed_token_ids is not None or request.bad_words:
-        return False
-    return at_random or params.greedy or params.top_k == 1

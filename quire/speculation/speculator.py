@@ -60,6 +60,8 @@ class Load:
     """Tokens that a draft model has to catch up with first."""
     passes: float = 0
     """Passes of the draft model."""
+    trees: bool = False
+    """Some of its drafts are trees that a model grows."""
     asked: tuple[int, ...] = ()
     """Drafts that each entry asks the model for, where the model may offer fewer."""
 
