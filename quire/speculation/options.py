@@ -22,7 +22,7 @@ _HABITS: dict[str, dict[str, Any]] = {EAGLE: {"num_speculative_tokens": 4}, MTP:
 """Defaults by method that differ from the fields': a head drafts well only as deep as it was trained."""
 _USUAL_FLOOR = 0.03
 """Default `min_draft_probability`. It is this low because heads underestimate their drafts."""
-_CAREFUL_FLOOR = 0.2
+_CAREFUL_FLOOR = 0.15
 """The same for texts whose drafts have not come true."""
 _FIELD = "speculative_config"
 _TREE_WIDTH = 4
