@@ -14,6 +14,8 @@ _OUTLIER = 2.0
 """Clamp on measured / expected time: beyond it the machine was busy with something else."""
 _FOLLOW_CORRECTION = 0.3
 """Exponent by which one measurement moves a correction."""
+_FADE = 0.998
+"""Exponent of a correction at each step of another kind: half is gone after 350. A slow moment is no verdict."""
 
 
 class StepCosts:
@@ -135,6 +137,10 @@ class Correction:
     def follow(self, ratio: float) -> None:
         """A step took `ratio` times its estimate without the factor."""
         self.factor *= min(max(ratio / self.factor, 1 / _OUTLIER), _OUTLIER) ** _FOLLOW_CORRECTION
+
+    def fade(self, steps: int = 1) -> None:
+        """Steps of another kind, which say nothing of these."""
+        self.factor **= _FADE**steps
 
 
 def _rounded(size: int) -> int:

@@ -179,13 +179,9 @@ class DeviceSpeculator(Speculator):
             if not ruled:
                 self._may_pause = decoding
                 return _NOTHING
-            return DraftChoice(self._ruled.choose(ruled, len(decoding), room))
+            return DraftChoice(self._ruled.choose(ruled, len(decoding), self._limited(room)))
         self._looked_at = len(decoding)
         return super().choose(decoding, room)
-
-    def _under_grammars(self, sequences: list[Sequence]) -> list[Sequence]:
-        return [seq for seq in sequences
-                if seq.request.start_grammar is not None and not seq.num_pending and self._may_have_drafts(seq)]
 
     def _rests(self, decoding: list[Sequence]) -> bool:
         """Whether drafts do not pay for these sequences, nothing was learned since, and no try is due. Then nothing is
@@ -204,7 +200,7 @@ class DeviceSpeculator(Speculator):
         return looked_up | self._choose_own(sequences, num_decoding, room)
 
     def _choose_own(self, sequences: list[Sequence], num_decoding: int, room: int) -> dict[int, Drafts]:
-        sequences = self._draftable(sequences)
+        others, sequences = sequences, self._draftable(sequences)
         count = min(self.most, room // len(sequences)) if sequences else 0
         shape = self._tree_in(room // len(sequences)) if sequences else None
         if self.adaptive and count:
@@ -220,8 +216,9 @@ class DeviceSpeculator(Speculator):
                 # One sequence is enough for a try.
                 sequences, count, shape = [one], self._tried, None
                 self._patience, self._plain_seconds = min(max(1.0, 2 * self._patience), _MOST_PATIENCE), 0.0
-        else:
+        elif not self.adaptive or any(seq.request.start_grammar is None for seq in others):
             self._chosen = count
+            self._judged_for = None if sequences else self._judged_for
         return self._drafts_of(sequences, count, shape)
 
     def _draftable(self, sequences: list[Sequence]) -> list[Sequence]:
@@ -459,7 +456,9 @@ class DeviceSpeculator(Speculator):
             load.behind = self._behind
             load.passes = max(entry.draft_depth or entry.device_drafts for _, entry, _ in planned)
             load.trees = any(entry.draft_depth for _, entry, _ in planned)
-            if self._cuts and not load.trees:
+            if load.trees:
+                load.passes = self.pass_shares(load.passes)
+            elif self._cuts:
                 load.asked = tuple(entry.device_drafts for _, entry, _ in planned)
         return False
 
@@ -484,6 +483,7 @@ class DeviceSpeculator(Speculator):
         if pause.done:
             self.times.observe(count, pause.seconds / pause.done)
             self._plain_seconds += pause.seconds
+            self._tree_cost.fade(pause.done)
             self._since_plain, self._remind = 0, self._remind_next
 
     def _paused_step_done(self, pause: Pause, began: float, lost: bool) -> bool:
@@ -503,6 +503,8 @@ class DeviceSpeculator(Speculator):
                 self._offered.add([True] * there + [False] * (there < asked))
 
     def _observe(self, load: Load, seconds: float, gap: float) -> None:
+        if not load.trees:
+            self._tree_cost.fade()
         if not self.overlaps:
             seconds += gap
         elif 2 * load.drafting >= load.tokens - load.drafts:  # the gap of a try hides behind steps of others

@@ -105,8 +105,7 @@ class Speculator(ABC):
     def choose(self, decoding: list[Sequence], room: int) -> DraftChoice:
         """Drafts for decoding sequences, at most `room` in all."""
         able = [seq for seq in decoding if self._may_have_drafts(seq)]
-        if self.most_in_step is not None:
-            room = min(room, self.most_in_step)
+        room = self._limited(room)
         choice = DraftChoice()
         if room <= 0:
             return choice
@@ -116,10 +115,18 @@ class Speculator(ABC):
             choice.drafts = self._choose(known, len(decoding) - len(choice.waiting), room)
         return choice
 
+    def _limited(self, room: int) -> int:
+        return room if self.most_in_step is None else min(room, self.most_in_step)
+
     def _may_have_drafts(self, seq: Sequence) -> bool:
         """Whether it samples (not beam search), has finished its prompt, and is not held for its siblings."""
         request = seq.request
         return request.beams is None and seq.held_at is None and seq.num_computed >= seq.num_prompt_tokens
+
+    def _under_grammars(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those that may have drafts. None of them has a token in flight: its mask needs that token."""
+        return [seq for seq in sequences
+                if seq.request.start_grammar is not None and not seq.num_pending and self._may_have_drafts(seq)]
 
     def _longest(self, seq: Sequence) -> int:
         """Most drafts in a row that can matter: with the token after them they reach the longest length."""

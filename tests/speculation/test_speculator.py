@@ -251,6 +251,19 @@ def test_trees_of_a_model_are_as_deep_as_it_pays() -> None:
     assert gains[0] > 0.97 and gains[1] > 1.4
 
 
+def test_a_slow_moment_is_no_verdict_on_trees() -> None:
+    """What they cost beside chains is learned from steps with trees alone: it is forgotten where there are none."""
+    seconds = []
+    for slow in (range(0), range(50, 62)):
+        speculator = DeviceSpeculator(4, tree=TreeShape(4, 4, 12))
+        speculator.drafting.observe(1, 0.0005)
+        stream = Stream([free(3000)], lambda n: 0.010 + 0.0012 * n, speculator, draft_cost=0.0005, draft_hits=0.25,
+                        tree_hits=0.9)
+        stream._cost = lambda n, s=stream, slow=slow: (3.0 if s.steps in slow else 1.0) * (0.010 + 0.0012 * n)
+        seconds.append(stream.run())
+    assert seconds[1] < 1.3 * seconds[0]
+
+
 def test_a_model_that_may_draft_trees_cuts_its_chains_too_and_has_them_where_they_are_better() -> None:
     def cost(tokens: int) -> float:
         return 0.008 + 0.002 * tokens
