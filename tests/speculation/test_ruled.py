@@ -64,18 +64,21 @@ def test_lookups_that_take_all_room_do_not_end_drafts_that_pay() -> None:
     speculator = head(64, pass_seconds=0.0001, hits=True)
     speculator.overlaps = False
     speculator._next_probe = 0.5
-    free, ruled = [text(row, ruled=False) for row in range(4)], [text(row, ruled=True) for row in range(4, 24)]
-    assert drafted(speculator, free, ruled=False) == 16
-    read(speculator, ruled)
-    assert drafted(speculator, free + ruled, ruled=True) == 64
-    assert drafted(speculator, free, ruled=False) == 16
+    sequences = [text(row, ruled=row >= 4) for row in range(24)]
+    assert drafted(speculator, sequences, ruled=False) == 16
+    read(speculator, sequences)
+    assert drafted(speculator, sequences, ruled=True) == 64
+    for seq in sequences[4:]:
+        speculator._ruled.forget(seq)
+        seq.tokens = list(range(1000, 1300))
+    assert drafted(speculator, sequences, ruled=False) == 16
 
 
 def test_a_step_of_rows_under_a_grammar_alone_says_nothing_of_a_models_drafts() -> None:
     speculator = head(512, pass_seconds=0.0001, hits=True)
     free, ruled = text(0, ruled=False), text(1, ruled=True)
-    assert drafted(speculator, [free], ruled=False) == 4
-    free.num_pending, speculator._since_plain = 1, 50
-    assert drafted(speculator, [free, ruled], ruled=False) == 0
-    free.num_pending, speculator._since_plain, speculator._next_probe = 0, 0, 0.5
-    assert drafted(speculator, [free], ruled=False) == 4
+    assert drafted(speculator, [free, ruled], ruled=False) == 4
+    free.num_pending, speculator._clearly, speculator._since_plain, speculator._next_probe = 1, False, 400, 0.5
+    assert speculator.choose([free, ruled], 512).waiting == set(), "its step without drafts is under way"
+    speculator._since_plain = 0
+    assert speculator.choose([free, ruled], 512).waiting == {0}
