@@ -507,7 +507,7 @@ class DeviceSpeculator(Speculator):
             self._tree_cost.fade()
         if not self.overlaps:
             seconds += gap
-        elif 2 * load.drafting >= load.tokens - load.drafts:  # the gap of a try hides behind steps of others
+        elif 2 * load.drafting >= load.tokens - load.drafts - load.others:  # a try's gap hides behind steps of others
             size = load.drafting.bit_length()
             self._gaps[size] = gap + (1.0 - _FOLLOW_GAPS) * (self._gaps.get(size, gap) - gap)
         if not load.drafts:

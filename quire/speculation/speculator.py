@@ -56,6 +56,8 @@ class Load:
     drafts: int
     drafting: int
     """Sequences with drafts."""
+    others: int = 0
+    """Drafts that somebody else makes (`RuledLookups`)."""
     behind: int = 0
     """Tokens that a draft model has to catch up with first."""
     passes: float = 0
@@ -164,7 +166,8 @@ class Speculator(ABC):
             drafts += mine
             drafting += mine > 0
             decoding = decoding and entry.start >= seq.num_prompt_tokens and entry.num_tokens == 1 + entry.num_drafts
-        self._begun(Load(tokens, drafts, drafting) if decoding and planned else None, drafts)
+        others = tokens - drafts - len(planned)
+        self._begun(Load(tokens, drafts, drafting, others) if decoding and planned else None, drafts)
         return False
 
     def _begun(self, load: Load | None, drafts: int) -> None:
