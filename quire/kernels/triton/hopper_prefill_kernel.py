@@ -383,8 +383,7 @@ def _attend_tiles(
                 q_low, q_high, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, newest[1], done, turns,
                 before + queries, forgotten, open_end, reach, of_scores, WHO, STAGES, TURN, SUMS, VALUES, P, STORED,
                 HALVES)
-            # One division a row, not one a feature.
-            by = 1.0 / gl.where(total > 0, total, 1.0)
+            by = 1.0 / gl.where(total > 0, total, 1.0)  # one division a row, not one a feature
             if SCALED:
                 by = by * gl.load(kv_scales + NUM_KV + head)
             low, high = _shrink(low, high, by, VALUES, HALVES)
