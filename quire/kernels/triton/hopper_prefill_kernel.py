@@ -91,9 +91,7 @@ def _load_tiles(
     KEYS: gl.constexpr = k_ring.shape[1]
     done = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        part = 0
-        if PARTS == 2:
-            part = item % 2
+        part = item % PARTS
         head, seq, _first, _begin, queries, before, turns = _tile(
             item // PARTS, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS, PADDED)
         row = seq
@@ -318,6 +316,15 @@ def _fold_keys(
 
 
 @gluon.jit
+def _store(target, low, high, used, STORED: gl.constexpr, HALVES: gl.constexpr):
+    """Results of a tile, as far as this program has them."""
+    WIDTH: gl.constexpr = low.shape[1]
+    gl.store(target, gl.convert_layout(low, STORED), mask=used)
+    if HALVES == 2:
+        gl.store(target + WIDTH, gl.convert_layout(high, STORED), mask=used)
+
+
+@gluon.jit
 def _attend_tiles(
     qkv, k_ring, v_ring, k_full, k_free, v_full, v_free, clean, tile_seq, tile_first, query_start, context_len, out,
     turn, newest, num_items, scale, kv_scales, q_stride, WHO: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
@@ -341,9 +348,7 @@ def _attend_tiles(
             newest[0].index(half).store(gl.zeros((ROWS, WIDTH), k_ring.dtype, STORED))
         gl.thread_barrier()
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        part = 0
-        if PARTS == 2:
-            part = item % 2
+        part = item % PARTS
         head, _seq, first, begin, queries, before, turns = _tile(
             item // PARTS, tile_seq, tile_first, query_start, context_len, NUM_KV, TOKENS, KEYS, GROUPS == 1)
         # The queries, through the layout in which rows are read and stored.
@@ -360,8 +365,7 @@ def _attend_tiles(
             if PDL:
                 gdc_wait()
             nothing = gl.zeros((ROWS, WIDTH), kind, STORED)
-            for half in gl.static_range(HALVES):
-                gl.store(target + half * WIDTH, nothing, mask=used)
+            _store(target, nothing, nothing, used, STORED, HALVES)
         else:
             if TURN:
                 _turn(qkv, turn, newest, head, part, begin, q_stride, NUM_HEADS, NUM_KV, GROUP, PAGE, NORM, PDL, STORED,
@@ -387,9 +391,7 @@ def _attend_tiles(
             if SCALED:
                 by = by * gl.load(kv_scales + NUM_KV + head)
             low, high = _shrink(low, high, by, VALUES, HALVES)
-            gl.store(target, gl.convert_layout(low.to(kind), STORED), mask=used)
-            if HALVES == 2:
-                gl.store(target + WIDTH, gl.convert_layout(high.to(kind), STORED), mask=used)
+            _store(target, low.to(kind), high.to(kind), used, STORED, HALVES)
         done += turns
         if before + queries < turns * KEYS:
             forgotten += 1
